@@ -1,0 +1,104 @@
+"""Switching the pass on and off: `enable`, `disable`, `enabled`, `explain`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+
+from . import ops as _ops  # registers them
+from . import report
+from .passes import AttentionPass, Settings
+
+log = logging.getLogger("inductor_gqa")
+del _ops
+
+
+def enable(*, always: bool = False, strict: bool = False) -> None:
+    """Fuses attention in everything that `torch.compile` compiles from here on.
+
+    always: fuse whatever can be read, on any device and size; by default a site is fused where that was measured to pay.
+    strict: raise `NotFused` at compile time, listing every attention that is left, instead of leaving it silently.
+
+    Calling it again changes the settings. A custom joint pass that was set before keeps running, before ours. Functions that are
+    compiled already stay as they are until `torch._dynamo.reset()`.
+    """
+    current = inductor_config.joint_custom_pre_pass
+    before = current.before if isinstance(current, AttentionPass) else current
+    installed = AttentionPass(Settings(always, strict), before)
+    changes = not isinstance(current, AttentionPass) or current.settings != installed.settings
+    inductor_config.joint_custom_pre_pass = installed
+    if changes:
+        _warn_if_compiled("enable()")
+
+
+def disable() -> None:
+    """Puts Inductor's setting back to what it was before `enable()`."""
+    current = inductor_config.joint_custom_pre_pass
+    if isinstance(current, AttentionPass):
+        inductor_config.joint_custom_pre_pass = current.before
+        _warn_if_compiled("disable()")
+
+
+def is_enabled() -> bool:
+    return isinstance(inductor_config.joint_custom_pre_pass, AttentionPass)
+
+
+@contextmanager
+def enabled(*, always: bool = False, strict: bool = False) -> Iterator[None]:
+    """`enable()` for what is compiled (first called) inside the block; the setting before it comes back afterwards."""
+    saved = inductor_config.joint_custom_pre_pass
+    enable(always=always, strict=strict)
+    try:
+        yield
+    finally:
+        inductor_config.joint_custom_pre_pass = saved
+
+
+def _warn_if_compiled(call: str) -> None:
+    """Inductor's settings are not guarded: compiled frames do not notice them."""
+    from torch._dynamo import convert_frame
+
+    compiled = getattr(getattr(convert_frame, "output_codes", None), "seen", ())
+    if compiled:
+        log.warning(
+            "%s after something was compiled: frames that are compiled already stay as they are until torch._dynamo.reset()",
+            call,
+        )
+
+
+def explain(fn: Callable[..., Any], *args: Any, always: bool = True, **kwargs: Any) -> report.Report:
+    """What would be fused in `fn(*args, **kwargs)`, and why the rest would be left.
+
+    Compiles without code generation and without caches, runs the function once, and changes nothing else: neither the settings
+    nor what is compiled already. With gradients enabled the backward is read as well. always=False also applies the table of what
+    pays.
+    """
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx
+
+    def without_codegen(gm: torch.fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    backend = functools.partial(compile_fx, inner_compile=without_codegen)
+    with (
+        enabled(always=always),
+        inductor_config.patch(force_disable_caches=True),
+        report.collected() as found,
+    ):
+        torch.compile(_fresh(fn), backend=backend)(*args, **kwargs)
+    return found
+
+
+def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A callable of its own, so that neither its compiled frames nor those of `fn` are reused for the other."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return called

@@ -1,0 +1,65 @@
+"""Whether a site that was read is replaced: what the kernels can do, and what pays on the device at hand.
+
+The table of what pays holds measured facts (device, date); a site that is not covered by it is left unless `always` is set.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from .patterns.axes import product
+from .site import Site
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+# Fewest scores per head (query length times key length) from which fusing pays, by device type.
+# cuda: one H200, torch 2.11. cpu: two cores of an x86 server, torch 2.13.
+SMALLEST = {"cuda": 128 * 128, "cpu": 512 * 512}
+
+
+def unsupported(site: Site) -> str | None:
+    """Why the kernels cannot compute the site, or None."""
+    device = site.anchor.meta["val"].device
+    dtypes = {view.dtype for view in (site.q, site.k, site.v)}
+    if device.type not in SMALLEST:
+        return f"device is {device.type}, accepted {' and '.join(sorted(SMALLEST))}"
+    if not dtypes <= set(DTYPES) and not (device.type == "cpu" and dtypes == {torch.float64}):
+        return f"dtypes are {sorted(map(str, dtypes))}, accepted fp16, bf16 and fp32"
+    for name, dim in (("head dim", site.head_dim), ("value dim", site.value_dim)):
+        if device.type == "cuda" and (dim > MAX_HEAD_DIM or dim % 8 or dim < 16):
+            return f"{name} is {dim}, accepted multiples of 8 from 16 to {MAX_HEAD_DIM}"
+    if site.scale_tensor is not None and site.scale_tensor.meta["val"].device.type != "cpu":
+        return f"the scale is a tensor on {device.type}, accepted a number or a tensor on the CPU"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
+
+
+def unprofitable(site: Site) -> str | None:
+    """Why fusing would not pay, or None; symbolic lengths are judged by the sizes that were seen first."""
+    device = site.anchor.meta["val"].device.type
+    scores = hint(product((site.query_length, site.key_length)))
+    least = SMALLEST[device]
+    if scores < least:
+        return f"scores per head are {scores}, accepted {least} or more on {device} (enable(always=True) fuses all)"
+    return None
+
+
+def hint(size: Any) -> int:
+    """A size as a number: itself, or what a symbolic size was when the graph was traced."""
+    if isinstance(size, int):
+        return size
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    env = context.fake_mode.shape_env if context and context.fake_mode else None
+    if env is None:
+        return 1 << 30
+    try:
+        return int(env.size_hint(size))
+    except Exception:  # the name of the lookup is private and has moved between releases
+        return 1 << 30

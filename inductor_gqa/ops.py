@@ -1,0 +1,126 @@
+"""The two ops that a fused site becomes: `inductor_gqa::attention` and `inductor_gqa::attention_backward`.
+
+Functional, without aliasing, with fake implementations, so that the partitioner, activation checkpointing, dynamic shapes and CUDA
+graphs see ordinary nodes. Inputs are what the projections made, with whatever strides they have; the meaning is `reference.attention`.
+
+    q_BLKRD, k_BSKD, v_BSKE     fp16, bf16, fp32 or fp64, one dtype
+    cos_q, sin_q [B|1, L, W]    rotation tables, also cos_k, sin_k [B|1, S, W]; None: not rotated
+    bias, mask, keep            [B|1, K|1, R|1, L|1, S|1]; float, bool (True: visible), bool (dropout)
+    key_mask [B|1, S] bool, sink [K, R]
+    scale_tensor                0-d, multiplies scale
+    out_BLKRE, lse_BKRL         results; lse is base 2
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, "
+    "Tensor? bias, Tensor? mask, Tensor? key_mask, Tensor? keep, Tensor? sink, Tensor? scale_tensor, "
+    "float scale, float softcap, SymInt? band_lo, SymInt? band_hi, float fill, bool fill_adds, "
+    "int rope_start, bool rope_interleaved, float keep_scale, str precision"
+)
+NAMES = [part.split()[-1] for part in ARGUMENTS.split(", ")]
+_library = torch.library.Library("inductor_gqa", "DEF")
+_library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor grad_out, Tensor out, Tensor lse, bool needs_q, bool needs_k, bool needs_v, {ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor)"
+)
+attention = torch.ops.inductor_gqa.attention.default
+attention_backward = torch.ops.inductor_gqa.attention_backward.default
+
+
+def arguments(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """q, k, v, and the rest by name, with broadcast dims expanded (stride 0) and the scale a number."""
+    q, k, v = args[:3]
+    named = dict(zip(NAMES[3:], args[3:], strict=True))
+    B, L, K, R, _ = q.shape
+    S = k.shape[1]
+    for name in ("cos_q", "sin_q", "cos_k", "sin_k"):
+        if named[name] is not None:
+            named[name] = named[name].expand(B, -1, -1)
+    for name in ("bias", "mask", "keep"):
+        if named[name] is not None:
+            named[name] = named[name].expand(B, K, R, L, S)
+    if named["key_mask"] is not None:
+        named["key_mask"] = named["key_mask"].expand(B, S)
+    factor = named.pop("scale_tensor")
+    if factor is not None:
+        named["scale"] *= float(factor)
+    return q, k, v, named
+
+
+def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    from . import cpu
+
+    return cpu.attention(*arguments(args))
+
+
+def _cpu_backward(grad_out: Tensor, out: Tensor, lse: Tensor, needs_q: bool, needs_k: bool, needs_v: bool, *args: Any) -> Any:
+    from . import cpu
+
+    return cpu.attention_backward(grad_out, out, lse, (needs_q, needs_k, needs_v), *arguments(args))
+
+
+def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
+    from .kernels.forward import attention_forward
+
+    q, k, v, named = arguments(args)
+    return attention_forward(q, k, v, **named)
+
+
+def _cuda_backward(grad_out: Tensor, out: Tensor, lse: Tensor, needs_q: bool, needs_k: bool, needs_v: bool, *args: Any) -> Any:
+    from .kernels.backward import attention_backward as launch
+
+    q, k, v, named = arguments(args)
+    return launch(grad_out, q, k, v, out, lse, needs=(needs_q, needs_k, needs_v), **named)
+
+
+_library.impl("attention", _cpu, "CPU")
+_library.impl("attention_backward", _cpu_backward, "CPU")
+_library.impl("attention", _cuda, "CUDA")
+_library.impl("attention_backward", _cuda_backward, "CUDA")
+
+
+@torch.library.register_fake("inductor_gqa::attention", lib=_library)
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    B, L, K, R, _ = q.shape
+    return v.new_empty(B, L, K, R, v.shape[-1]), q.new_empty(B, K, R, L, dtype=torch.float32)
+
+
+@torch.library.register_fake("inductor_gqa::attention_backward", lib=_library)
+def _fake_backward(
+    grad_out: Tensor, out: Tensor, lse: Tensor, needs_q: bool, needs_k: bool, needs_v: bool, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = [
+        x.new_empty(x.shape) if needed else x.new_empty(0)
+        for x, needed in zip(args[:3], (needs_q, needs_k, needs_v), strict=True)
+    ]
+    return made[0], made[1], made[2]
+
+
+def _matmul_flops(q_shape: Any, k_shape: Any, v_shape: Any) -> tuple[int, int]:
+    B, L, K, R, D = q_shape
+    scores = 2 * B * K * R * L * k_shape[1]
+    return scores * D, scores * v_shape[-1]
+
+
+@register_flop_formula(torch.ops.inductor_gqa.attention)
+def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *rest: Any, **kwargs: Any) -> int:
+    """Two matmuls over all scores, hidden ones included."""
+    return sum(_matmul_flops(q_shape, k_shape, v_shape))
+
+
+@register_flop_formula(torch.ops.inductor_gqa.attention_backward)
+def _flops_backward(
+    g: Any, out: Any, lse: Any, nq: Any, nk: Any, nv: Any, q_shape: Any, k_shape: Any, v_shape: Any, *rest: Any, **kwargs: Any
+) -> int:
+    """Five matmuls: scores again, dP, dV, dQ, dK."""
+    scores, values = _matmul_flops(q_shape, k_shape, v_shape)
+    return 3 * scores + 2 * values

@@ -1,0 +1,199 @@
+"""The pass that Inductor runs on every graph: read all attentions, decide, replace.
+
+One site is all or nothing: its forward and the backward that the graph holds are read before anything is changed. What cannot be
+read is left exactly as it was, with its reason in the report; no error leaves the pass outside strict mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from . import decide, report, rewrite
+from .patterns.anchors import Softmax, softmaxes
+from .patterns.attention import Forward, read_forward
+from .patterns.axes import Unread
+from .patterns.gradients import read_gradients
+from .patterns.summary import describe
+from .patterns.values import ValueNumbers
+from .site import Site
+
+log = logging.getLogger("inductor_gqa")
+
+
+class NotFused(RuntimeError):
+    """Raised in strict mode: at least one attention was left. The message lists each with its reason."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """always: fuse whatever can be read, whether or not it pays. strict: raise `NotFused` if a site is left."""
+
+    always: bool = False
+    strict: bool = False
+
+
+def matmul_precision() -> str:
+    """How fp32 matmuls are computed: "ieee" or "tf32", as PyTorch's settings say at compile time."""
+    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    if setting in ("ieee", "tf32"):
+        return setting
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@functools.cache
+def source_digest() -> str:
+    """A digest of all sources of the package: readers, rewrite, ops and kernels. Cached graphs are valid for one digest."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parent
+    for folder in (root, (root / "patterns").resolve()):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _hardware() -> tuple[Any, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count()))
+
+
+def read(softmax: Softmax, values: ValueNumbers) -> Site:
+    """The site with its rotations inside if that can be read in whole, else without; raises Unread."""
+    try:
+        return _read(softmax, values, rotate=True)
+    except Unread:
+        return _read(softmax, values, rotate=False)
+
+
+def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
+    found: Forward = read_forward(softmax, values, rotate)
+    site = found.site
+    site.gradients = read_gradients(found, values)
+    kept = rewrite.leftover(site)
+    if kept is not None:
+        what = "returned" if kept.op == "output" else f"used by {kept}"
+        raise Unread(f"the attention weights are {what}, accepted weights that nothing else needs")
+    return site
+
+
+class AttentionPass(CustomGraphPass):
+    """Runs another pass first, if the user had set one, then ours."""
+
+    def __init__(self, settings: Settings, before: Any = None) -> None:
+        self.settings = settings
+        self.before = before
+
+    def uuid(self) -> Any:
+        own = (source_digest(), self.settings, matmul_precision(), _hardware())
+        if self.before is None:
+            return own
+        passes = self.before if isinstance(self.before, list | tuple) else (self.before,)
+        others = []
+        for other in passes:
+            key = other.uuid() if hasattr(other, "uuid") else None
+            if not key:
+                return None  # an unknown pass makes the graph uncacheable, with ours or without
+            others.append(key)
+        return (*own, *others)
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        if self.before is not None:
+            passes = self.before if isinstance(self.before, list | tuple) else (self.before,)
+            for other in passes:
+                other(graph)
+        start = time.perf_counter()
+        try:
+            left = fuse(graph, self.settings)
+        finally:
+            report.add_seconds(time.perf_counter() - start)
+        if left and self.settings.strict:
+            raise NotFused("\n".join(str(record) for record in left))
+
+
+def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
+    """Replaces every attention of the graph that is read, supported and worth it; returns the records of the others."""
+    found = _guarded(lambda: softmaxes(graph), "searching the graph")
+    if not found:
+        return []
+    values = ValueNumbers(graph)
+    left: list[report.Record] = []
+    changed = False
+    for softmax in found:
+        start = time.perf_counter()
+        if changed:
+            values = ValueNumbers(graph)  # nodes that were replaced are values no more
+        site, reason = _considered(softmax, values, settings)
+        if site is not None and reason is None:
+            try:
+                rewrite.write(site, matmul_precision())
+                changed = True
+            except Unread as why:
+                reason = str(why)
+        record = _record(softmax, site, reason, graph, time.perf_counter() - start)
+        if record is None:
+            continue
+        report.add(record)
+        if not record.fused:
+            left.append(record)
+    if changed:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return left
+
+
+def _considered(
+    softmax: Softmax, values: ValueNumbers, settings: Settings
+) -> tuple[Site | None, str | None]:
+    try:
+        site = read(softmax, values)
+    except Unread as why:
+        return None, str(why)
+    except Exception as why:  # a reader must never break a user's compile; the record says what happened
+        log.warning("reading an attention failed, it is left as it is", exc_info=True)
+        return None, f"internal error while reading: {why!r}"
+    reason = decide.unsupported(site)
+    if reason is None and not settings.always:
+        reason = decide.unprofitable(site)
+    return site, reason
+
+
+def _record(
+    softmax: Softmax, site: Site | None, reason: str | None, graph: torch.fx.Graph, seconds: float
+) -> report.Record | None:
+    if site is None and not _feeds_matmul(softmax):
+        return None  # a softmax that is no attention: a classifier, a router
+    training = any("tangents" in n.name for n in graph.nodes if n.op == "placeholder")
+    return report.Record(
+        report.place_of(softmax.weights),
+        reason is None,
+        describe(site) if site is not None else "",
+        reason,
+        "training" if training else "inference",
+        site is not None and site.gradients is not None,
+        seconds,
+    )
+
+
+def _feeds_matmul(softmax: Softmax) -> bool:
+    from .patterns.operands import MATMULS, moved_users
+
+    return any(user.target in MATMULS for _, user in moved_users(softmax.weights, ()))
+
+
+def _guarded(run: Callable[[], Any], doing: str) -> Any:
+    try:
+        return run()
+    except Exception:
+        log.warning("%s failed, nothing is fused", doing, exc_info=True)
+        return None

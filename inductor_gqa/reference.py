@@ -1,0 +1,158 @@
+"""What a site means, in plain PyTorch: the one definition that kernels, CPU code, tests and checks are held against.
+
+Letters: B batch, K key/value heads, R query heads a key/value head, L query length, S key length, D and E head dims of
+keys and of values, W rotated width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+ABSORBING = -1e30  # a fill at or below this swallows every score it is added to
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
+    """Rotary embedding of the lanes start .. start+W of the last dim; cos and sin broadcast to those lanes.
+
+    Computed in the wider of the dtypes (at least fp32), rounded once to x's.
+    """
+    width = cos.shape[-1]
+    wide = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
+    turned = x[..., start : start + width].to(wide)
+    if interleaved:
+        crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        crossed = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), -1)
+    turned = (turned * cos.to(wide) + crossed * sin.to(wide)).to(x.dtype)
+    return torch.cat((x[..., :start], turned, x[..., start + width :]), -1)
+
+
+def unrotate(g: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
+    """The exact adjoint of `rotate`, whatever the halves of the tables are."""
+    width = cos.shape[-1]
+    wide = torch.promote_types(torch.promote_types(g.dtype, cos.dtype), torch.float32)
+    turned = g[..., start : start + width].to(wide)
+    swept = turned * sin.to(wide)
+    if interleaved:
+        crossed = torch.stack((swept[..., 1::2], -swept[..., ::2]), -1).flatten(-2)
+    else:
+        crossed = torch.cat((swept[..., width // 2 :], -swept[..., : width // 2]), -1)
+    turned = (turned * cos.to(wide) + crossed).to(g.dtype)
+    return torch.cat((g[..., :start], turned, g[..., start + width :]), -1)
+
+
+def hidden_BKRLS(
+    L: int,
+    S: int,
+    band_lo: int | None,
+    band_hi: int | None,
+    key_mask: Tensor | None,
+    mask: Tensor | None,
+    device: torch.device,
+) -> Tensor | None:
+    """True where a score is hidden, in a shape that broadcasts to [B, K, R, L, S]; None where nothing is."""
+    hidden: Tensor | None = None
+    if band_lo is not None or band_hi is not None:
+        distance = torch.arange(S, device=device)[None, :] - torch.arange(L, device=device)[:, None]
+        if band_hi is not None:
+            hidden = distance > band_hi
+        if band_lo is not None:
+            low = distance < band_lo
+            hidden = low if hidden is None else hidden | low
+    if key_mask is not None:
+        masked = ~key_mask[:, None, None, None, :]
+        hidden = masked if hidden is None else hidden | masked
+    if mask is not None:
+        hidden = ~mask if hidden is None else hidden | ~mask
+    return hidden
+
+
+def _scores(q: Tensor, k: Tensor, a: dict[str, Any], wide: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(scores as the softmax sees them, derivative of the softcap or None, hidden or None)."""
+    if a["cos_q"] is not None:
+        tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
+        q = rotate(q, *tables, a["rope_start"], a["rope_interleaved"])
+    if a["cos_k"] is not None:
+        tables = [t[:, :, None, :] for t in (a["cos_k"], a["sin_k"])]
+        k = rotate(k, *tables, a["rope_start"], a["rope_interleaved"])
+    s = torch.einsum("blkrd,bskd->bkrls", q.to(wide), k.to(wide)) * a["scale"]
+    slope = None
+    if a["softcap"] > 0:
+        bent = torch.tanh(s / a["softcap"])
+        s, slope = bent * a["softcap"], 1 - bent * bent
+    if a["bias"] is not None:
+        s = s + a["bias"].to(wide)
+    L, S = s.shape[-2:]
+    hidden = hidden_BKRLS(L, S, a["band_lo"], a["band_hi"], a["key_mask"], a["mask"], s.device)
+    if hidden is not None:
+        if a["fill_adds"] and a["fill"] > ABSORBING:
+            s = torch.where(hidden, s + a["fill"], s)
+        else:
+            # One value for all hidden scores: -inf drops them, an absorbing one leaves a row without a visible key uniform.
+            s = s.masked_fill(hidden, max(a["fill"], torch.finfo(wide).min) if a["fill"] > -math.inf else -math.inf)
+    return s, slope, hidden
+
+
+def _weights(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(softmax over the keys, log2 of its denominator)."""
+    natural = torch.logsumexp(s, -1)
+    if sink is not None:
+        natural = torch.logaddexp(natural, sink.to(s.dtype)[None, :, :, None])
+    return torch.exp(s - natural[..., None]), natural * LOG2E
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(out_BLKRE in v's dtype, lse_BKRL base 2). `a` holds the other arguments of the op by name (ops.py)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    s, _, _ = _scores(q, k, a, wide)
+    p, lse = _weights(s, a["sink"])
+    if a["keep"] is not None:
+        p = p * a["keep"] * a["keep_scale"]
+    out = torch.einsum("bkrls,bske->blkre", p, v.to(wide))
+    return out.to(v.dtype).contiguous(), lse.to(torch.float32).contiguous()
+
+
+def attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any], needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v (before rotation), an empty tensor for what is not needed. Recomputes the weights."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    s, slope, hidden = _scores(q, k, a, wide)
+    p, _ = _weights(s, a["sink"])
+    g = grad_out.to(wide)
+    kept = p if a["keep"] is None else p * a["keep"] * a["keep_scale"]
+    dv = torch.einsum("bkrls,blkre->bske", kept, g).to(v.dtype) if needs[2] else v.new_empty(0)
+    dp = torch.einsum("blkre,bske->bkrls", g, v.to(wide))
+    if a["keep"] is not None:
+        dp = dp * a["keep"] * a["keep_scale"]
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+    if hidden is not None and not a["fill_adds"]:
+        ds = ds.masked_fill(hidden, 0.0)
+    ds = ds * a["scale"] if slope is None else ds * slope * a["scale"]
+    start, interleaved = a["rope_start"], a["rope_interleaved"]
+    dq, dk = q.new_empty(0), k.new_empty(0)
+    if needs[0]:
+        turned = k
+        if a["cos_k"] is not None:
+            turned = rotate(k, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved)
+        wide_dq = torch.einsum("bkrls,bskd->blkrd", ds, turned.to(wide))
+        if a["cos_q"] is not None:
+            tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
+            wide_dq = unrotate(wide_dq, *tables, start, interleaved)
+        dq = wide_dq.to(q.dtype).contiguous()
+    if needs[1]:
+        turned = q
+        if a["cos_q"] is not None:
+            tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
+            turned = rotate(q, *tables, start, interleaved)
+        wide_dk = torch.einsum("bkrls,blkrd->bskd", ds, turned.to(wide))
+        if a["cos_k"] is not None:
+            wide_dk = unrotate(wide_dk, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved)
+        dk = wide_dk.to(k.dtype).contiguous()
+    return dq, dk, dv.contiguous()

@@ -1,0 +1,243 @@
+"""Replaces a site by our ops. Everything that can fail fails in `Plan.check` or `write`'s views; see passes.py for the order.
+
+The forward op stands where the product of weights and values stood, the backward op where the first gradient matmul stood. Old
+nodes are not erased: they die with their last user, which `leftover` makes sure of beforehand.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from . import ops
+from .emit import Emitter
+from .patterns.axes import Digit, Place, Size, same, size_of
+from .patterns.operands import MATMULS
+from .site import Mask, Rotation, Site, Target, View
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+Groups = tuple[tuple[Digit, ...], ...]
+
+
+def leftover(site: Site) -> Node | None:
+    """A node that would keep the weights alive although the site is replaced; None where nothing does."""
+    replaced = {target.node for target in _targets(site)}
+    known: dict[Node, Node | None] = {}
+
+    def survivor(node: Node) -> Node | None:
+        if node in replaced:
+            return None
+        if node not in known:
+            known[node] = None  # a graph has no cycles; this only bounds the recursion on shared users
+            if node.op == "output" or node.is_impure() or not node.users:
+                known[node] = node
+            else:
+                found = (survivor(user) for user in node.users)
+                known[node] = next((n for n in found if n is not None), None)
+        return known[node]
+
+    return survivor(site.anchor)
+
+
+def _targets(site: Site) -> Iterable[Target]:
+    yield from site.outputs
+    if site.gradients is not None:
+        yield from (*site.gradients.q, *site.gradients.k, *site.gradients.v)
+
+
+class Axes:
+    """The groups of site axes that make up each tensor of the ops."""
+
+    def __init__(self, site: Site) -> None:
+        def axis(name: str, size: Size) -> tuple[Digit, ...]:
+            return () if same(size, 1) else (Digit(name, 1, size),)
+
+        self.batch, self.heads, self.group = site.batch, site.kv_heads, site.group
+        self.i, self.j = axis("i", site.query_length), axis("j", site.key_length)
+        self.d, self.e = axis("d", site.head_dim), axis("e", site.value_dim)
+
+    @property
+    def q(self) -> Groups:
+        return self.batch, self.i, self.heads, self.group, self.d
+
+    @property
+    def k(self) -> Groups:
+        return self.batch, self.j, self.heads, self.d
+
+    @property
+    def v(self) -> Groups:
+        return self.batch, self.j, self.heads, self.e
+
+    @property
+    def out(self) -> Groups:
+        return self.batch, self.i, self.heads, self.group, self.e
+
+    @property
+    def scores(self) -> Groups:
+        return self.batch, self.heads, self.group, self.i, self.j
+
+
+def write(site: Site, precision: str) -> None:
+    """Inserts the ops and hands their results to the users of what they replace."""
+    axes = Axes(site)
+    forward_point = _first(target.node for target in site.outputs)
+    product = _matmul_before(forward_point)
+    emit = Emitter(product, product)
+    arguments = _arguments(site, axes, emit, precision)
+    made = emit.call(ops.attention, *arguments)
+    out = emit.call(operator.getitem, made, 0)
+    lse = emit.call(operator.getitem, made, 1)
+    replacements = _results(site.outputs, out, axes.out, product)
+    if site.gradients is not None:
+        replacements += _write_backward(site, axes, arguments, out, lse)
+    for old, new in replacements:
+        old.replace_all_uses_with(new)
+
+
+def _first(nodes: Iterable[Node]) -> Node:
+    order = {}
+    chosen: Node | None = None
+    for node in nodes:
+        if not order:
+            order = {n: k for k, n in enumerate(node.graph.nodes)}
+        if chosen is None or order[node] < order[chosen]:
+            chosen = node
+    assert chosen is not None
+    return chosen
+
+
+def _matmul_before(node: Node) -> Node:
+    while node.target not in MATMULS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _arguments(site: Site, axes: Axes, emit: Emitter, precision: str) -> list[Any]:
+    wide = _widest(site)
+    q, k, v = (
+        emit.cast(emit.arrange(view, groups, expand=True), wide)
+        for view, groups in ((site.q, axes.q), (site.k, axes.k), (site.v, axes.v))
+    )
+    cos_q, sin_q = _tables(site.rotate_q, axes.batch, axes.i, emit)
+    cos_k, sin_k = _tables(site.rotate_k, axes.batch, axes.j, emit)
+    turn = site.rotate_q or site.rotate_k
+    mask = site.mask
+    fill, adds = mask.fill, mask.fill_adds
+    return [
+        q,
+        k,
+        v,
+        cos_q,
+        sin_q,
+        cos_k,
+        sin_k,
+        _bias(mask, axes, emit),
+        _all_of(mask.tensors, axes.scores, emit),
+        _all_of(mask.keys, (axes.batch, axes.j), emit),
+        None,
+        None,
+        site.scale_tensor,
+        site.scale,
+        site.softcap,
+        None if mask.band_lo is None else emit.size(mask.band_lo),
+        None if mask.band_hi is None else emit.size(mask.band_hi),
+        fill,
+        adds,
+        turn.start if turn else 0,
+        turn.interleaved if turn else False,
+        1.0,
+        precision,
+    ]
+
+
+def _widest(site: Site) -> torch.dtype:
+    wide = site.q.dtype
+    for view in (site.k, site.v):
+        wide = torch.promote_types(wide, view.dtype)
+    return wide
+
+
+def _tables(
+    turn: Rotation | None, batch: tuple[Digit, ...], row: tuple[Digit, ...], emit: Emitter
+) -> tuple[Node | None, Node | None]:
+    if turn is None:
+        return None, None
+    out: list[Node] = []
+    for table in (turn.cos, turn.sin):
+        columns = turn.width if table.spread == "once" else turn.width // 2
+        node = emit.arrange(table.view, (batch, row, (Digit("w", 1, columns),)))
+        if table.spread == "halves":
+            node = emit.call(aten.cat.default, [node, node], -1)
+        elif table.spread == "pairs":
+            sizes = list(node.meta["val"].shape)
+            node = emit.call(aten.unsqueeze.default, node, -1)
+            node = emit.call(aten.expand.default, node, [-1] * len(sizes) + [2])
+            node = emit.viewed(node, [*(size_of(n) for n in sizes[:-1]), turn.width])
+        out.append(node)
+    if turn.sign < 0:
+        out[1] = emit.call(aten.neg.default, out[1])
+    return out[0], out[1]
+
+
+def _all_of(views: tuple[tuple[View, bool], ...], groups: Groups, emit: Emitter) -> Node | None:
+    total: Node | None = None
+    for view, positive in views:
+        node = emit.arrange(view, groups)
+        if not positive:
+            node = emit.call(aten.bitwise_not.default, node)
+        total = node if total is None else emit.call(aten.bitwise_and.Tensor, total, node)
+    return total
+
+
+def _bias(mask: Mask, axes: Axes, emit: Emitter) -> Node | None:
+    total: Node | None = None
+    for view in mask.bias:
+        node = emit.arrange(view, axes.scores)
+        if total is None:
+            total = node
+        else:
+            wide = [emit.cast(n, torch.float32) for n in (total, node)]
+            total = emit.call(aten.add.Tensor, *wide)
+    return total
+
+
+def _results(
+    targets: tuple[Target, ...], made: Node, groups: Groups, origin: Node
+) -> list[tuple[Node, Node]]:
+    """(old node, its replacement) for each target, as views of the op's result."""
+    source = View(made, tuple(Place(group) for group in groups))
+    out: list[tuple[Node, Node]] = []
+    for target in targets:
+        emit = Emitter(target.node, origin)
+        wanted = [tuple(d for d in place.digits if isinstance(d, Digit)) for place in target.position]
+        node = emit.arrange(source, wanted)
+        out.append((target.node, emit.cast(node, target.node.meta["val"].dtype)))
+    return out
+
+
+def _write_backward(
+    site: Site, axes: Axes, arguments: list[Any], out: Node, lse: Node
+) -> list[tuple[Node, Node]]:
+    found = site.gradients
+    assert found is not None
+    every = [target.node for target in (*found.q, *found.k, *found.v)]
+    if not every:
+        return []
+    point = _first(every)
+    emit = Emitter(point, point)
+    grad = emit.arrange(found.grad_out, axes.out, expand=True)
+    grad = emit.cast(grad, arguments[2].meta["val"].dtype)
+    needs = [bool(found.q), bool(found.k), bool(found.v)]
+    made = emit.call(ops.attention_backward, grad, out, lse, *needs, *arguments)
+    pairs: list[tuple[Node, Node]] = []
+    for index, (targets, groups) in enumerate(
+        ((found.q, axes.q), (found.k, axes.k), (found.v, axes.v))
+    ):
+        if targets:
+            result = emit.call(operator.getitem, made, index)
+            pairs += _results(targets, result, groups, point)
+    return pairs

@@ -1,0 +1,85 @@
+"""Finds softmaxes, the one idiom that no spelling of attention avoids, with Inductor's pattern matcher.
+
+Only the matcher's small stable core is used, and only here: `PatternMatcherPass`, `register_graph_pattern`,
+`CallFunction`, `Arg`, `MULTIPLE`. An anchor says where to look; what is computed there the readers find out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor.pattern_matcher import (
+    MULTIPLE,
+    Arg,
+    CallFunction,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+
+from .axes import shape_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """weights = softmax(scores, dim); dim counted from the front."""
+
+    scores: torch.fx.Node
+    weights: torch.fx.Node
+    dim: int
+
+
+def _softmax_pattern() -> CallFunction:
+    """exp(x - y) / sum(exp(x - y)), the shape of every decomposed softmax; what y is gets checked afterwards."""
+    shifted = CallFunction(aten.sub.Tensor, Arg(), Arg(), _users=MULTIPLE)
+    exponentials = CallFunction(aten.exp.default, shifted, _users=MULTIPLE)
+    total = CallFunction(aten.sum.dim_IntList, exponentials, Arg(), Arg(), _users=MULTIPLE)
+    return CallFunction(aten.div.Tensor, exponentials, total, _users=MULTIPLE)
+
+
+def softmaxes(graph: torch.fx.Graph) -> list[Softmax]:
+    """Every softmax of a float tensor in the graph, in graph order."""
+    found: list[Softmax] = []
+    anchors = PatternMatcherPass(pass_name="inductor_gqa_anchors")
+
+    def record(match: Match, *args: Any, **kwargs: Any) -> None:
+        softmax = _checked(match.output_node())
+        if softmax is not None:
+            found.append(softmax)
+
+    register_graph_pattern(_softmax_pattern(), pass_dict=anchors)(record)
+    anchors.apply(graph)
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    return sorted(found, key=lambda softmax: order[softmax.weights])
+
+
+def _checked(weights: torch.fx.Node) -> Softmax | None:
+    exponentials, total = weights.args
+    assert isinstance(exponentials, torch.fx.Node) and isinstance(total, torch.fx.Node)
+    scores, shift = exponentials.args[0].args  # type: ignore[union-attr]
+    dims, keeps = total.args[1], total.args[2] if len(total.args) > 2 else False
+    if not isinstance(scores, torch.fx.Node) or not keeps or len(dims) != 1:  # type: ignore[arg-type]
+        return None
+    rank = len(shape_of(weights))
+    dim = dims[0] % rank  # type: ignore[index]
+    if not _is_constant_along(shift, scores, dim):
+        return None
+    return Softmax(scores, weights, dim)
+
+
+def _is_constant_along(shift: Any, scores: torch.fx.Node, dim: int) -> bool:
+    """Subtracting anything that does not vary along the softmax leaves it as it is; the maximum is the usual choice.
+
+    Only the maximum is accepted: with another shift, eager may overflow where we would not.
+    """
+    return (
+        isinstance(shift, torch.fx.Node)
+        and shift.target is aten.amax.default
+        and shift.args[0] is scores
+        and [d % len(shape_of(scores)) for d in shift.args[1]] == [dim]  # type: ignore[union-attr]
+        and bool(shift.args[2] if len(shift.args) > 2 else shift.kwargs.get("keepdim", False))
+    )

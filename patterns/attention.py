@@ -1,0 +1,275 @@
+"""Reads one attention, from its softmax outwards: weights times values, scores, operands, mask, rotation.
+
+`read_site` answers with a `Site` (inductor_gqa/site.py) or raises `Unread` with what stood in the way. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from inductor_gqa.site import Rotation, Site, Target, View
+
+from . import masks, operands, rotation, scores
+from .anchors import Softmax
+from .axes import (
+    Digit,
+    Place,
+    Position,
+    Renaming,
+    Size,
+    Unread,
+    atoms_of,
+    axes_in,
+    covered,
+    shape_of,
+    whole,
+)
+from .elements import Elements, lane_place
+from .integers import Integers
+from .operands import Operand
+from .values import ValueNumbers, scalar_value
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+
+@dataclass
+class Forward:
+    """A site whose forward was read, and what the backward is read by."""
+
+    site: Site
+    canonical: Position  # of the weights
+    product: Node  # weights times values
+    scores: scores.Scores
+    q: Operand
+    k: Operand
+    q_lanes: rotation.Lanes | None
+    k_lanes: rotation.Lanes | None
+
+
+def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) -> Forward:
+    """The attention around a softmax. rotate=False leaves rotations outside the site."""
+    weights = softmax.weights
+    shape = shape_of(weights)
+    rank = len(shape)
+    if softmax.dim != rank - 1:
+        raise Unread(f"the softmax runs over dim {softmax.dim} of {rank}, accepted the last")
+    if rank < 2:
+        raise Unread(f"the weights have {rank} dims, accepted 2 or more")
+    canonical = canonical_position(shape)
+    product_ = values_matmul(weights, canonical, values)
+    v_view, value_dim, out_names = _values_operand(product_, weights, canonical, values)
+    read = scores.read(softmax.scores, canonical, values)
+    names = score_names(read, canonical)
+    q_operand, k_operand = operands.operands(read.matmul)
+    left, right, _ = operands.matmul_axes(read.matmul)
+    head_dim = shape_of(read.matmul.args[operands.MATMULS[read.matmul.target]])[-1]  # type: ignore[arg-type]
+    if not isinstance(head_dim, int) or not isinstance(value_dim, int):
+        raise Unread(f"head dims are {head_dim} and {value_dim}, accepted static ones")
+    operands.free_axis("c", head_dim, "d", names)
+    q = Operand(read.matmul, q_operand, names.apply(left))
+    k = Operand(read.matmul, k_operand, names.apply(right))
+    if "j" in axes_in(q.position):
+        q, k = k, q  # spelled K Q^T
+    q_view, k_view, turns, lanes = _rotated(q, k, head_dim, values, rotate)
+    mask = masks.read(
+        read,
+        Integers(values),
+        frozenset(axis for axis in axes_in(canonical[:-2])),
+        (shape[-2], shape[-1]),
+    )
+    batch, kv_heads, group = grouped(canonical[:-2], q_view, k_view, v_view, turns, mask)
+    site = Site(
+        anchor=weights,
+        q=q_view,
+        k=k_view,
+        v=v_view,
+        batch=batch,
+        kv_heads=kv_heads,
+        group=group,
+        query_length=shape[-2],
+        key_length=shape[-1],
+        head_dim=head_dim,
+        value_dim=value_dim,
+        scale=read.scale,
+        scale_tensor=read.scale_tensor,
+        softcap=read.softcap,
+        rotate_q=turns[0],
+        rotate_k=turns[1],
+        mask=mask,
+        outputs=arrangements(
+            product_, out_names.apply(operands.matmul_axes(product_)[2]), values
+        ),
+    )
+    return Forward(site, canonical, product_, read, q, k, *lanes)
+
+
+def canonical_position(shape: tuple[Size, ...]) -> Position:
+    names = [str(d) for d in range(len(shape) - 2)] + ["i", "j"]
+    return tuple(whole(name, n) for name, n in zip(names, shape, strict=True))
+
+
+def values_matmul(weights: Node, canonical: Position, values: ValueNumbers) -> Node:
+    """The one matmul that sums weights times values over the keys; other users of the weights are checked elsewhere."""
+    found: dict[Node, None] = {}
+    for moved, user in operands.moved_users(weights, canonical):
+        if user.op != "call_function" or user.target not in operands.MATMULS:
+            continue
+        first = operands.MATMULS[user.target]
+        left, right, _ = operands.matmul_axes(user)
+        for k, position in ((first, left), (first + 1, right)):
+            if user.args[k] is not moved:
+                continue
+            at = operands.back_to(moved, position, weights, values)
+            if at is not None and axes_in(at[-1:]) == {"c"}:
+                found[user] = None
+    if len(found) != 1:
+        raise Unread(f"{len(found)} matmuls sum the weights over the keys, accepted 1")
+    (matmul,) = found
+    return matmul
+
+
+def _values_operand(
+    matmul: Node, weights: Node, canonical: Position, values: ValueNumbers
+) -> tuple[View, Size, Renaming]:
+    """V as a view, its head dim, and the names of the product's axes."""
+    left, right, _ = operands.matmul_axes(matmul)
+    a, b = operands.operands(matmul)
+    if matmul.target is aten.baddbmm.default and scalar_value(matmul.args[0]) != 0.0:
+        raise Unread("something is added to the product of weights and values")
+    for p, at_p, v, at_v, free in ((a, left, b, right, "r"), (b, right, a, left, "l")):
+        if operands.back_to(p, at_p, weights, values) is not None:
+            names = operands.renaming(p, at_p, weights, canonical, values)
+            dim = shape_of(v)[-1 if free == "r" else -2]
+            operands.free_axis(free, dim, "e", names)
+            return operands.view(v, names.apply(at_v)), dim, names
+    raise Unread("the weights are no operand of their product with the values")
+
+
+def score_names(read: scores.Scores, canonical: Position) -> Renaming:
+    """Site names of the score matmul's axes n, l and r."""
+    del canonical
+    names = Renaming()
+    names.learn(operands.matmul_axes(read.matmul)[2], read.position)
+    return names
+
+
+def _rotated(
+    q: Operand, k: Operand, head_dim: int, values: ValueNumbers, rotate: bool
+) -> tuple[
+    View,
+    View,
+    tuple[Rotation | None, Rotation | None],
+    tuple[rotation.Lanes | None, rotation.Lanes | None],
+]:
+    """q and k behind their rotations where both read, in one order of lanes; else as the matmul has them."""
+    plain = (operands.view(q.node, q.position), operands.view(k.node, k.position))
+    if not rotate:
+        return *plain, (None, None), (None, None)
+    found: list[tuple[View, Rotation, tuple[int, ...], rotation.Lanes] | None] = []
+    for operand, row in ((q, "i"), (k, "j")):
+        try:
+            found.append(read_rotation(operand, row, head_dim, values))
+        except Unread:
+            found.append(None)
+    straight = tuple(range(head_dim))
+    orders = [f[2] if f else straight for f in found]
+    if orders[0] != orders[1]:
+        found = [f if f and f[2] == straight else None for f in found]
+    if found[0] and found[1] and _shape(found[0][1]) != _shape(found[1][1]):
+        found[1] = None
+    views = [f[0] if f else p for f, p in zip(found, plain, strict=True)]
+    turns = tuple(f[1] if f else None for f in found)
+    lanes = tuple(f[3] if f else None for f in found)
+    return views[0], views[1], turns, lanes  # type: ignore[return-value]
+
+
+def _shape(turn: Rotation) -> tuple[int, int, bool]:
+    return turn.start, turn.width, turn.interleaved
+
+
+def read_lanes(operand: Operand, row: str | None, head_dim: int, values: ValueNumbers) -> rotation.Lanes:
+    """The operand's lanes over the lanes of one tensor."""
+    position = operands.fixed_lanes(operand.position, "d", lane_place(0, head_dim, head_dim))
+    reader = Elements(values, row_axis=row)
+    return rotation.lanes(reader, operand.node, position, head_dim)
+
+
+def read_rotation(
+    operand: Operand, row: str, head_dim: int, values: ValueNumbers
+) -> tuple[View, Rotation, tuple[int, ...], rotation.Lanes]:
+    found = read_lanes(operand, row, head_dim, values)
+    turn, order = rotation.rotation(found)
+    if found.source.dtype != operand.node.meta["val"].dtype:
+        raise Unread(f"the input of the rotation is {found.source.dtype}, the matmul's another")
+    return lane_view(found, head_dim), turn, order, found
+
+
+def lane_view(found: rotation.Lanes, head_dim: int) -> View:
+    """The input of a rotation as a view with head dim "d" along its lanes."""
+    place = found.source.position[found.lane_dim]
+    lane = Digit("d", 1, head_dim)
+    if place.digits:  # heads and lanes in one dim
+        digit = place.digits[-1]
+        if digit.size != head_dim or found.lane_start:
+            raise Unread("the head dim is a part of a wider one within its dim")
+        new = Place((*place.digits[:-1], lane), place.offset)
+    else:
+        new = Place((lane,), found.lane_start)
+    position = found.source.position
+    return View(
+        found.source.node, (*position[: found.lane_dim], new, *position[found.lane_dim + 1 :])
+    )
+
+
+def grouped(
+    batch_places: Iterable[Place],
+    q: View,
+    k: View,
+    v: View,
+    turns: tuple[Rotation | None, Rotation | None],
+    mask: masks.Mask,
+) -> tuple[tuple[Digit, ...], tuple[Digit, ...], tuple[Digit, ...]]:
+    """The batch axes of the weights cut into batch, key/value heads and group.
+
+    What neither k nor v has is the group; of the rest the last is the key/value head, unless key padding or a rotation
+    table varies along it.
+    """
+    atoms: list[Digit] = []
+    for place in batch_places:
+        for digit in place.digits:
+            assert isinstance(digit, Digit)
+            atoms += atoms_of(digit, [x.position for x in (q, k, v)])
+    has = [covered(x.position, atoms) for x in (k, v)]
+    group = tuple(a for a in atoms if not any(a in h for h in has))
+    shared = [a for a in atoms if any(a in h for h in has)]
+    batch_like: set[Digit] = set()
+    for turn in turns:
+        if turn is not None:
+            batch_like |= covered(turn.cos.view.position, atoms) | covered(turn.sin.view.position, atoms)
+    for view, _ in mask.keys:
+        batch_like |= covered(view.position, atoms)
+    split = len(shared)
+    first_axis = shared[0].axis if shared else ""
+    if shared and shared[-1] not in batch_like and (len(shared) > 1 or first_axis != "0"):
+        split -= 1
+    batch, heads = tuple(shared[:split]), tuple(shared[split:])
+    if any(a in batch_like for a in (*heads, *group)):
+        raise Unread("key padding or a rotation table varies by head")
+    return batch, heads, group
+
+
+def arrangements(start: Node, position: Position, values: ValueNumbers) -> tuple[Target, ...]:
+    """The last rearrangements of `start` before something is computed from them, with the site's axes in their dims."""
+    ends: dict[Node, None] = {}
+    for moved, _user in operands.moved_users(start, position, casts=True):
+        ends[moved] = None
+    out: list[Target] = []
+    for node in ends:
+        own = tuple(whole(f"x{d}", n) for d, n in enumerate(shape_of(node)))
+        names = operands.renaming(node, own, start, position, values)
+        out.append(Target(node, names.apply(own)))
+    return tuple(out)

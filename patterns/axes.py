@@ -1,0 +1,362 @@
+"""Which element of a tensor is meant: positions written in named axes.
+
+A position is one `Place` per tensor dim. A place is a row-major product of *digits*: `Digit(axis, stride, size)` is
+`(axis // stride) % size` of a named axis, `Fixed(values, size)` is a known number, one for each lane that is read at
+the same time. A view cuts and joins digits, a permute reorders places, an expand forgets them; so every spelling of one
+rearrangement ends in the same places. Sizes are ints or sympy expressions and are compared as the shape environment
+knows them, never by a guess at their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+Size: TypeAlias = Any  # int, or a sympy expression of symbolic sizes
+
+
+class Unread(Exception):
+    """What could not be read, as a sentence with the value seen and the values accepted."""
+
+
+@dataclass(frozen=True)
+class Digit:
+    axis: str
+    stride: Size
+    size: Size
+
+
+@dataclass(frozen=True)
+class Fixed:
+    values: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """digits, most significant first, plus an offset; `()` is position 0."""
+
+    digits: tuple[Digit | Fixed, ...] = ()
+    offset: Size = 0
+
+    @property
+    def extent(self) -> Size:
+        return product(d.size for d in self.digits)
+
+    @property
+    def is_fixed(self) -> bool:
+        return all(isinstance(d, Fixed) for d in self.digits)
+
+    def lanes(self, count: int) -> tuple[int, ...]:
+        """The position in each of `count` lanes, for a place without named axes."""
+        if not self.digits:
+            return (0,) * count
+        (digit,) = joined(self.digits)
+        assert isinstance(digit, Fixed)
+        return digit.values
+
+
+Position: TypeAlias = tuple[Place, ...]
+
+
+def size_of(value: Any) -> Size:
+    """An int, or the sympy expression behind a symbolic size."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, torch.SymInt):
+        value = value.node.expr
+    value = sympy.sympify(value)
+    return int(value) if value.is_Integer else value
+
+
+def shape_of(node: torch.fx.Node) -> tuple[Size, ...]:
+    return tuple(size_of(n) for n in node.meta["val"].shape)
+
+
+def same(a: Size, b: Size) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return a == b or sympy.expand(a - b) == 0
+
+
+def product(sizes: Any) -> Size:
+    out: Size = 1
+    for n in sizes:
+        out = out * n
+    return out
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """a / b where it is whole for every value of the symbols, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    q = sympy.cancel(sympy.sympify(a) / b)
+    if sympy.denom(q) != 1:
+        return None
+    return int(q) if q.is_Integer else q
+
+
+def joined(digits: Sequence[Digit | Fixed]) -> tuple[Digit | Fixed, ...]:
+    """Neighbours that are parts of one axis become one digit again."""
+    out: list[Digit | Fixed] = []
+    for d in digits:
+        if isinstance(d.size, int) and d.size == 1:
+            continue
+        last = out[-1] if out else None
+        if isinstance(d, Fixed) and isinstance(last, Fixed):
+            values = tuple(a * d.size + b for a, b in zip(last.values, d.values, strict=True))
+            out[-1] = Fixed(values, last.size * d.size)
+        elif (
+            isinstance(d, Digit)
+            and isinstance(last, Digit)
+            and last.axis == d.axis
+            and same(last.stride, d.stride * d.size)
+        ):
+            out[-1] = Digit(d.axis, d.stride, last.size * d.size)
+        else:
+            out.append(d)
+    return tuple(out)
+
+
+def cut(digit: Digit | Fixed, low: Size) -> tuple[Digit | Fixed, Digit | Fixed]:
+    """Two digits for one: the high part and the low part of size `low`, which divides it."""
+    high = quotient(digit.size, low)
+    if high is None:
+        raise Unread(f"a view cuts an axis of {digit.size} at {low}")
+    if isinstance(digit, Fixed):
+        return (
+            Fixed(tuple(v // low for v in digit.values), high),
+            Fixed(tuple(v % low for v in digit.values), low),
+        )
+    return Digit(digit.axis, digit.stride * low, high), Digit(digit.axis, digit.stride, low)
+
+
+def regroup(digits: Sequence[Digit | Fixed], shape: Sequence[Size]) -> list[tuple[Digit | Fixed, ...]]:
+    """Row-major digits dealt out to dims of the given sizes, cutting a digit where a dim ends inside it."""
+    flat = list(digits)
+    out: list[tuple[Digit | Fixed, ...]] = []
+    for n in shape:
+        dim: list[Digit | Fixed] = []
+        have: Size = 1
+        while not same(have, n):
+            if not flat:
+                raise Unread(f"a view to {list(shape)} needs more elements than there are")
+            digit = flat.pop(0)
+            need = quotient(n, have)
+            if need is None:
+                raise Unread(f"a view to {list(shape)} ends inside an axis")
+            if quotient(need, digit.size) is not None:
+                dim.append(digit)
+                have = have * digit.size
+            else:
+                low = quotient(digit.size, need)
+                if low is None:
+                    raise Unread(f"a view cuts an axis of {digit.size} at {need}")
+                head, tail = cut(digit, low)
+                dim.append(head)
+                flat.insert(0, tail)
+                have = have * need
+        out.append(joined(dim))
+    if any(not same(d.size, 1) for d in flat):
+        raise Unread(f"a view to {list(shape)} leaves elements over")
+    return out
+
+
+def reshaped(position: Position, shape: Sequence[Size], target: Sequence[Size]) -> Position:
+    """The same element's position after a view from `shape` to `target`.
+
+    Dims that the view does not touch keep their place as it is, offset included; the others must be whole.
+    """
+    out: list[Place] = []
+    i = j = 0
+    while i < len(shape) or j < len(target):
+        left, right = [i], [j]
+        a: Size = shape[i] if i < len(shape) else 1
+        b: Size = target[j] if j < len(target) else 1
+        i, j = min(i + 1, len(shape)), min(j + 1, len(target))
+        while not same(a, b):
+            if i < len(shape) and (j >= len(target) or _shorter(a, b)):
+                a, left, i = a * shape[i], [*left, i], i + 1
+            elif j < len(target):
+                b, right, j = b * target[j], [*right, j], j + 1
+            else:
+                raise Unread(f"a view from {list(shape)} to {list(target)} does not line up")
+        left = [k for k in left if k < len(shape)]
+        right = [k for k in right if k < len(target)]
+        real = [k for k in left if not same(shape[k], 1)]
+        wide = [k for k in right if not same(target[k], 1)]
+        if len(real) == 1 and len(wide) == 1:
+            out += [position[real[0]] if k == wide[0] else Place() for k in right]
+            continue
+        if len(wide) == 1:
+            merged = _merged([(position[k], shape[k]) for k in real])
+            out += [merged if k == wide[0] else Place() for k in right]
+            continue
+        flat: list[Digit | Fixed] = []
+        for k in real:
+            if not _is_whole(position[k], shape[k]):
+                raise Unread("a view cuts up a sliced dim")
+            flat += position[k].digits
+        parts = regroup(flat, [target[k] for k in right])
+        out += [Place(part) for part in parts]
+    return tuple(out)
+
+
+def _is_whole(place: Place, size: Size) -> bool:
+    return same(place.offset, 0) and same(place.extent, size)
+
+
+def _merged(dims: list[tuple[Place, Size]]) -> Place:
+    """Many dims viewed as one; a slice or a selected index is possible in the most significant of them."""
+    digits: tuple[Digit | Fixed, ...] = ()
+    offset: Size = 0
+    for place, size in dims:
+        if digits and not _is_whole(place, size):
+            raise Unread("a view joins a sliced dim with another")
+        digits, offset = digits + place.digits, offset * size + place.offset
+    return Place(joined(digits), offset)
+
+
+def _shorter(a: Size, b: Size) -> bool:
+    """Whether the left run of dims is the one to lengthen."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a < b
+    return quotient(b, a) is not None
+
+
+def whole(axis: str, size: Size) -> Place:
+    return Place() if same(size, 1) else Place((Digit(axis, 1, size),))
+
+
+def axes_in(position: Position) -> set[str]:
+    return {d.axis for place in position for d in place.digits if isinstance(d, Digit)}
+
+
+def atoms_of(digit: Digit, positions: list[Position]) -> list[Digit]:
+    """The digit cut wherever some operand cuts it."""
+    ends: list[Size] = [1]
+    for position in positions:
+        for place in position:
+            for d in place.digits:
+                if isinstance(d, Digit) and d.axis == digit.axis:
+                    ends += [d.stride, d.stride * d.size]
+    inner = [e for n, e in enumerate(ends) if not any(same(e, f) for f in ends[:n])]
+    out: list[Digit] = []
+    rest = digit
+    for end in sorted((e for e in inner if not same(e, 1)), key=_by_size):
+        low = quotient(end, rest.stride)
+        if low is None or same(low, rest.size) or quotient(rest.size, low) is None:
+            continue
+        high, part = cut(rest, low)
+        assert isinstance(high, Digit) and isinstance(part, Digit)
+        out.insert(0, part)
+        rest = high
+    out.insert(0, rest)
+    return out
+
+
+def covered(position: Position, atoms: list[Digit]) -> set[Digit]:
+    """The atoms along which a tensor varies."""
+    found: set[Digit] = set()
+    for place in position:
+        for d in place.digits:
+            for a in atoms:
+                if isinstance(d, Digit) and d.axis == a.axis and _within(a, d):
+                    found.add(a)
+    return found
+
+
+def _within(atom: Digit, digit: Digit) -> bool:
+    low, high = quotient(atom.stride, digit.stride), quotient(
+        digit.stride * digit.size, atom.stride * atom.size
+    )
+    return low is not None and high is not None
+
+
+def _by_size(n: Size) -> tuple[bool, int, str]:
+    """Numbers by size, before symbolic sizes: those are products with them."""
+    return (False, n, "") if isinstance(n, int) else (True, len(str(n)), str(n))
+
+
+class Renaming:
+    """Digits of one set of axes written in another, learned from a tensor that is known in both.
+
+    `learn(seen, canonical)` takes two positions of one element; `apply` rewrites any other position.
+    """
+
+    def __init__(self) -> None:
+        self.rules: list[tuple[Digit, Digit]] = []
+
+    def learn(self, seen: Position, canonical: Position) -> None:
+        for a, b in zip(seen, canonical, strict=True):
+            if not same(a.offset, b.offset) or not same(a.extent, b.extent):
+                raise Unread("two readings of one tensor do not cover the same positions")
+            for x, y in _aligned(a.digits, b.digits):
+                if isinstance(x, Digit) and isinstance(y, Digit):
+                    self.rules.append((x, y))
+                elif x != y:
+                    raise Unread("two readings of one tensor differ in their fixed lanes")
+
+    def apply(self, position: Position) -> Position:
+        return tuple(
+            Place(joined([e for d in place.digits for e in self._rewrite(d)]), place.offset)
+            for place in position
+        )
+
+    def _rewrite(self, digit: Digit | Fixed) -> list[Digit | Fixed]:
+        if isinstance(digit, Fixed) or same(digit.size, 1):
+            return [digit] if isinstance(digit, Fixed) else []
+        known = [(x, y) for x, y in self.rules if x.axis == digit.axis]
+        out: list[Digit | Fixed] = []
+        rest: Digit = digit
+        while not same(rest.size, 1):
+            end = rest.stride * rest.size
+            for x, y in known:
+                if same(x.stride * x.size, end):  # the most significant part that a rule covers
+                    part = quotient(rest.size, x.size)
+                    if part is not None:
+                        out.append(y)
+                        rest = Digit(rest.axis, rest.stride, part)
+                        break
+                    low = quotient(x.size, rest.size)
+                    if low is not None:  # the digit is only the high part of the rule
+                        high, _ = cut(y, low)
+                        out.append(high)
+                        rest = Digit(rest.axis, rest.stride, 1)
+                        break
+                elif same(x.stride, rest.stride):
+                    high = quotient(x.size, rest.size)
+                    if high is not None:  # the digit is only the low part of the rule
+                        _, low_part = cut(y, rest.size)
+                        out.append(low_part)
+                        rest = Digit(rest.axis, rest.stride, 1)
+                        break
+            else:
+                raise Unread(f"axis {digit.axis} has no counterpart of stride {digit.stride}")
+        return out
+
+
+def _aligned(
+    a: Sequence[Digit | Fixed], b: Sequence[Digit | Fixed]
+) -> list[tuple[Digit | Fixed, Digit | Fixed]]:
+    """Digits of two equal extents, each cut at the other's boundaries."""
+    left, right, out = list(a), list(b), []
+    while left and right:
+        x, y = left.pop(0), right.pop(0)
+        if not same(x.size, y.size):
+            if (low := quotient(x.size, y.size)) is not None:
+                x, tail = cut(x, low)
+                left.insert(0, tail)
+            elif (low := quotient(y.size, x.size)) is not None:
+                y, tail = cut(y, low)
+                right.insert(0, tail)
+            else:
+                raise Unread(f"an axis of {x.size} meets one of {y.size}")
+        out.append((x, y))
+    if left or right:
+        raise Unread("two readings of one tensor have different axes")
+    return out

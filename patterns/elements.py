@@ -1,0 +1,570 @@
+"""Reads what an element of a tensor is, by following its position back through the graph.
+
+`Elements.at(node, position)` answers with `Terms` (terms.py). Ops that only move elements change the position; sums,
+differences and products combine terms; whatever is not known here ends the reading at an atom, which is always sound:
+the atom *is* that element. Nothing is matched as a template, so a spelling nobody thought of reads like the others as
+long as its ops are known. Lanes of the head dim are followed many at a time; where they part (at a `cat`), `Split` says
+how, and `by_lane` follows the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch._inductor.inductor_prims  # registers prims.fma
+
+from . import terms
+from .axes import (
+    Digit,
+    Fixed,
+    Place,
+    Position,
+    Size,
+    Unread,
+    axes_in,
+    quotient,
+    reshaped,
+    same,
+    shape_of,
+    size_of,
+    whole,
+)
+from .terms import Atom, Terms
+from .values import ValueNumbers, is_float, scalar_value
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Node = torch.fx.Node
+
+
+class Split(Exception):
+    """The lanes read together belong to different operands: `parts` are lane numbers that stay together."""
+
+    def __init__(self, parts: list[tuple[int, ...]]) -> None:
+        super().__init__(f"{len(parts)} groups of lanes")
+        self.parts = parts
+
+
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+COPIES = {
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten.lift_fresh_copy.default,
+}
+SQUEEZES = {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
+
+
+def step(node: Node, position: Position, casts: bool = True) -> tuple[Node, Position] | None:
+    """One op back, for ops whose every element is one element of their first operand; None for any other op."""
+    op, args = node.target, node.args
+    if op in COPIES or (casts and op is prims.convert_element_type.default and _keeps_float(node)):
+        return args[0], position  # type: ignore[return-value]
+    if not args or not isinstance(args[0], Node) or "val" not in args[0].meta:
+        return None
+    source: Node = args[0]
+    if not isinstance(source.meta["val"], torch.Tensor):
+        return _step_out_of_list(node, position)
+    shape = shape_of(source)
+    rank = len(shape)
+    if op in VIEWS:
+        try:
+            return source, reshaped(position, shape_of(node), shape)
+        except Unread:
+            return None
+    if op is aten.permute.default:
+        out = [Place()] * rank
+        for place, dim in zip(position, args[1], strict=True):  # type: ignore[arg-type]
+            out[dim % rank] = place
+        return source, tuple(out)
+    if op in (aten.t.default, aten.transpose.int):
+        a, b = (0, 1) if op is aten.t.default else (args[1] % rank, args[2] % rank)  # type: ignore[operator]
+        out = list(position)
+        out[a], out[b] = out[b], out[a]
+        return source, tuple(out)
+    if op is aten.unsqueeze.default:
+        dim = args[1] % (rank + 1)  # type: ignore[operator]
+        return source, position[:dim] + position[dim + 1 :]
+    if op in SQUEEZES:
+        return source, _unsqueezed(position, len(position), shape, node)
+    if op is aten.expand.default:
+        tail = position[len(position) - rank :]
+        return source, tuple(
+            Place() if same(n, 1) else p for n, p in zip(shape, tail, strict=True)
+        )
+    if op is aten.slice.Tensor:
+        return _step_slice(node, source, shape, position)
+    if op is aten.select.int:
+        dim, index = args[1] % rank, args[2]  # type: ignore[operator]
+        if not isinstance(index, int):
+            return None
+        n = shape[dim]
+        if index < 0:
+            if not isinstance(n, int):
+                return None
+            index += n
+        place = Place() if same(n, 1) else Place((), index)
+        return source, (*position[:dim], place, *position[dim:])
+    if op is aten.flip.default:
+        dims = [d % rank for d in args[1]]  # type: ignore[union-attr]
+        if all(position[d].is_fixed and isinstance(shape[d], int) for d in dims):
+            out = list(position)
+            for d in dims:
+                out[d] = _fixed(tuple(shape[d] - 1 - v for v in _values(out[d])), shape[d])
+            return source, tuple(out)
+    if op is aten.repeat.default:
+        return _step_repeat(node, source, shape, position)
+    return None
+
+
+def _keeps_float(node: Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, Node) and is_float(source) and is_float(node)
+
+
+def _step_out_of_list(node: Node, position: Position) -> tuple[Node, Position] | None:
+    """`getitem` of a split, chunk or unbind."""
+    made = node.args[0]
+    if getattr(node.target, "__name__", "") != "getitem" or not isinstance(made, Node):
+        return None
+    source, which = made.args[0], node.args[1]
+    if not isinstance(source, Node) or not isinstance(which, int):
+        return None
+    rank = len(source.meta["val"].shape)
+    if made.target is aten.unbind.int:
+        dim = (made.args[1] if len(made.args) > 1 else 0) % rank  # type: ignore[operator]
+        n = shape_of(source)[dim]
+        place = Place() if same(n, 1) else Place((), which)
+        return source, (*position[:dim], place, *position[dim:])
+    if made.target in (aten.split_with_sizes.default, aten.split.Tensor):
+        dim = (made.args[2] if len(made.args) > 2 else 0) % rank  # type: ignore[operator]
+        sizes = [shape_of_val(v)[dim] for v in made.meta["val"]]
+        start: Size = 0
+        for n in sizes[:which]:
+            start = start + n
+        return source, _moved(position, dim, start, 1, shape_of(source)[dim])
+    return None
+
+
+def shape_of_val(value: torch.Tensor) -> tuple[Size, ...]:
+    return tuple(size_of(n) for n in value.shape)
+
+
+def _values(place: Place) -> tuple[int, ...]:
+    (digit,) = place.digits
+    assert isinstance(digit, Fixed)
+    return tuple(v + int(place.offset) for v in digit.values)
+
+
+def _fixed(values: tuple[int, ...], size: Size) -> Place:
+    return Place((Fixed(values, int(size)),))
+
+
+def _moved(position: Position, dim: int, start: Size, stride: int, size: Size) -> Position:
+    """The position after undoing a slice of `dim` that starts at `start` in steps of `stride`."""
+    place = position[dim]
+    if place.digits and place.is_fixed and isinstance(start, int) and isinstance(size, int):
+        moved = _fixed(tuple(v * stride + start for v in _values(place)), size)
+    elif stride == 1:
+        moved = Place(place.digits, place.offset + start)
+    elif not place.digits:
+        moved = Place((), place.offset * stride + start)
+    else:
+        raise Unread(f"a slice in steps of {stride} along an axis that is not the head dim")
+    if not moved.digits and same(size, 1):
+        moved = Place()
+    return (*position[:dim], moved, *position[dim + 1 :])
+
+
+def _step_slice(
+    node: Node, source: Node, shape: tuple[Size, ...], position: Position
+) -> tuple[Node, Position] | None:
+    args = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    dim = args[1] % len(shape)  # type: ignore[operator]
+    start = _index(args[2] or 0)
+    if start is None or not isinstance(args[4], int):
+        return None
+    if isinstance(start, int) and start < 0:
+        start = shape[dim] + start
+    if isinstance(start, int) and isinstance(shape[dim], int):
+        start = min(max(start, 0), shape[dim])
+    elif not same(start, 0):
+        if not _is_within(start, shape[dim], shape_of(node)[dim]):
+            return None
+    try:
+        return source, _moved(position, dim, start, args[4], shape[dim])
+    except Unread:
+        return None
+
+
+def _is_within(start: Size, size: Size, length: Size) -> bool:
+    """A symbolic start is taken as written only where start + length is the whole size: then nothing was clamped."""
+    return same(start + length, size)
+
+
+def _index(value: Any) -> Size | None:
+    if isinstance(value, Node):
+        value = value.meta.get("val")
+    return size_of(value) if isinstance(value, int | torch.SymInt) else None
+
+
+def _unsqueezed(
+    position: Position, rank: int, shape: tuple[Size, ...], node: Node
+) -> Position:
+    n = len(shape)
+    if node.target is aten.squeeze.default:
+        dims = {d for d in range(n) if same(shape[d], 1)}
+    else:
+        given = node.args[1]
+        named = [given] if isinstance(given, int) else list(given)  # type: ignore[arg-type]
+        dims = {d % n for d in named if same(shape[d % n], 1)}
+    places = iter(position)
+    return tuple(Place() if d in dims else next(places) for d in range(n))
+
+
+def _step_repeat(
+    node: Node, source: Node, shape: tuple[Size, ...], position: Position
+) -> tuple[Node, Position] | None:
+    pad = len(position) - len(shape)
+    out: list[Place] = []
+    target = shape_of(node)
+    for n, p, whole_size in zip(shape, position[pad:], target[pad:], strict=True):
+        if same(n, 1):
+            out.append(Place())
+        elif same(n, whole_size):
+            out.append(p)
+        elif p.is_fixed and p.digits and isinstance(n, int):
+            out.append(_fixed(tuple(v % n for v in _values(p)), n))
+        else:
+            times = quotient(whole_size, n)
+            if times is None or not same(p.offset, 0):
+                return None
+            try:
+                out.append(reshaped((p,), (whole_size,), (times, n))[1])
+            except Unread:
+                return None
+    return source, tuple(out)
+
+
+class Elements:
+    """Reads elements of one graph; see the module's text.
+
+    stops: nodes that are always atoms. row_axis: the axis of a rotation's position, which a coefficient table must
+    have; None where it is not known yet. algebra: read products of two tensors as products (scores and gradients)
+    instead of as data times table (rotations).
+    """
+
+    def __init__(
+        self,
+        values: ValueNumbers,
+        stops: Iterable[Node] = (),
+        row_axis: str | None = None,
+        algebra: bool = False,
+    ) -> None:
+        self.values = values
+        self.stops = set(stops)
+        self.row_axis = row_axis
+        self.algebra = algebra
+        self.depth = 0
+        self.known: dict[tuple[Node, Position, int], Terms] = {}
+
+    def at(self, node: Node, position: Position) -> Terms:
+        key = (node, position, self.depth)
+        if key not in self.known:
+            self.known[key] = self._read(node, position)
+        return self.known[key]
+
+    def load(self, node: Node, position: Position) -> Terms:
+        return terms.one(Atom("load", self.values.first(node), position))
+
+    def _read(self, node: Node, position: Position) -> Terms:
+        if node in self.stops or node.op != "call_function":
+            return self.load(node, position)
+        back = step(node, position)
+        if back is not None:
+            return self.at(*back)
+        rule = RULES.get(node.target)
+        found = rule(self, node, position) if rule else None
+        return self.load(node, position) if found is None else found
+
+    def operand(self, node: Node, value: Any, position: Position) -> Terms | None:
+        """Terms of an operand of a pointwise op, after broadcasting; None if it is not a float tensor or a number."""
+        if isinstance(value, int | float):
+            return terms.number(value)
+        if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+            return None
+        constant = scalar_value(value)
+        if constant is not None:
+            return terms.number(constant)
+        return self.at(value, broadcast(value, position))
+
+    def table(self, node: Node, position: Position) -> Terms:
+        """An element of a coefficient table: only moved, never computed with, so that it keeps its dtype."""
+        while (back := step(node, position, casts=False)) is not None:
+            node, position = back
+        return terms.one(Atom("table", self.values.first(node), position))
+
+
+def broadcast(value: Node, position: Position) -> Position:
+    shape = shape_of(value)
+    tail = position[len(position) - len(shape) :]
+    return tuple(Place() if same(n, 1) else p for n, p in zip(shape, tail, strict=True))
+
+
+def _mul(reader: Elements, node: Node, position: Position) -> Terms | None:
+    a, b = node.args[0], node.args[1]
+    for value, other in ((a, b), (b, a)):
+        constant = scalar_value(value)
+        if constant is not None:
+            read = reader.operand(node, other, position)
+            return None if read is None else terms.scaled(read, constant)
+    if not isinstance(a, Node) or not isinstance(b, Node) or not (is_float(a) and is_float(b)):
+        return None
+    at_a, at_b = broadcast(a, position), broadcast(b, position)
+    if reader.algebra:
+        return terms.multiply(reader.at(a, at_a), reader.at(b, at_b))
+    if _is_table(reader, b, at_b, a, at_a):
+        return terms.multiply(reader.at(a, at_a), reader.table(b, at_b))
+    if _is_table(reader, a, at_a, b, at_b):
+        return terms.multiply(reader.table(a, at_a), reader.at(b, at_b))
+    return None
+
+
+def _is_table(
+    reader: Elements, node: Node, position: Position, other: Node, beside: Position
+) -> bool:
+    """A table varies with the position and the lane, and is shared by the heads.
+
+    Where there is only one head and one batch entry the axes cannot tell; then what comes from no matmul is the table.
+    """
+    axes, all_axes = axes_in(position), axes_in(beside)
+    if not axes or not any(p.digits and p.is_fixed for p in position):
+        return False
+    if reader.row_axis is not None and reader.row_axis not in axes:
+        return False
+    if axes < all_axes:
+        return True
+    return axes == all_axes and (
+        reader.values.comes_from_matmul(other) and not reader.values.comes_from_matmul(node)
+    )
+
+
+def _add(reader: Elements, node: Node, position: Position) -> Terms | None:
+    alpha = node.kwargs.get("alpha", 1)
+    sign = -1.0 if node.target is aten.sub.Tensor else 1.0
+    if not isinstance(alpha, int | float):
+        return None
+    a = reader.operand(node, node.args[0], position)
+    b = reader.operand(node, node.args[1], position)
+    return None if a is None or b is None else terms.add(a, b, sign * alpha)
+
+
+def _neg(reader: Elements, node: Node, position: Position) -> Terms | None:
+    return terms.scaled(reader.at(node.args[0], position), -1.0)  # type: ignore[arg-type]
+
+
+def _div(reader: Elements, node: Node, position: Position) -> Terms | None:
+    divisor = scalar_value(node.args[1])
+    read = reader.operand(node, node.args[0], position)
+    if not divisor or read is None:
+        return None
+    return terms.scaled(read, 1.0 / divisor)
+
+
+def _fma(reader: Elements, node: Node, position: Position) -> Terms | None:
+    parts = [reader.operand(node, value, position) for value in node.args]
+    if not reader.algebra or any(p is None for p in parts):
+        return None
+    a, b, c = parts
+    return terms.add(terms.multiply(a, b), c)  # type: ignore[arg-type]
+
+
+def _cat(reader: Elements, node: Node, position: Position) -> Terms | None:
+    parts: list[Node] = [n for n in node.args[0] if not _is_empty(n)]  # type: ignore[union-attr]
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(position)  # type: ignore[operator]
+    place = position[dim]
+    sizes = [shape_of(n)[dim] for n in parts]
+    if len(parts) == 1:
+        return reader.at(parts[0], position)
+    if not place.is_fixed or not all(isinstance(n, int) for n in sizes):
+        return None
+    values = _values(place) if place.digits else (int(place.offset),)
+    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+    owners = [next(k for k, end in enumerate(ends) if v < end) for v in values]
+    _same_owner(owners)
+    k = owners[0]
+    start = ends[k] - sizes[k]
+    inner = (
+        _fixed(tuple(v - start for v in values), sizes[k])
+        if place.digits
+        else Place((), values[0] - start)
+    )
+    if sizes[k] == 1:
+        inner = Place()
+    return reader.at(parts[k], (*position[:dim], inner, *position[dim + 1 :]))
+
+
+def _is_empty(node: Node) -> bool:
+    return any(same(n, 0) for n in shape_of(node))
+
+
+def _same_owner(owners: list[Any]) -> None:
+    if len(set(owners)) > 1:
+        groups: dict[Any, list[int]] = {}
+        for lane, owner in enumerate(owners):
+            groups.setdefault(owner, []).append(lane)
+        raise Split([tuple(lanes) for lanes in groups.values()])
+
+
+def _slice_scatter(reader: Elements, node: Node, position: Position) -> Terms | None:
+    base, source = node.args[0], node.args[1]
+    args = (*node.args, *(0, None, None, 1)[len(node.args) - 2 :])
+    rank = len(position)
+    dim, stride = args[2] % rank, args[5]  # type: ignore[operator]
+    n, start, end = shape_of(node)[dim], args[3] or 0, args[4]
+    place = position[dim]
+    if same(shape_of(source)[dim], n):  # type: ignore[arg-type]
+        return reader.at(source, position)  # type: ignore[arg-type]
+    if not isinstance(n, int) or not isinstance(start, int) or not place.is_fixed:
+        return None
+    if not (end is None or isinstance(end, int)) or not isinstance(stride, int):
+        return None
+    taken = range(*slice(start, end, stride).indices(n))
+    values = _values(place) if place.digits else (int(place.offset),)
+    _same_owner([v in taken for v in values])
+    if values[0] not in taken:
+        return reader.at(base, position)  # type: ignore[arg-type]
+    lanes = tuple(taken.index(v) for v in values)
+    inner = _fixed(lanes, len(taken)) if place.digits else Place((), lanes[0])
+    if len(taken) == 1:
+        inner = Place()
+    return reader.at(source, (*position[:dim], inner, *position[dim + 1 :]))  # type: ignore[arg-type]
+
+
+def _select_scatter(reader: Elements, node: Node, position: Position) -> Terms | None:
+    base, source, dim, index = node.args[:4]
+    dim = dim % len(position)  # type: ignore[operator]
+    n, place = shape_of(node)[dim], position[dim]
+    if not isinstance(n, int) or not isinstance(index, int) or not place.is_fixed:
+        return None
+    values = _values(place) if place.digits else (int(place.offset),)
+    _same_owner([v == index % n for v in values])
+    if values[0] != index % n:
+        return reader.at(base, position)  # type: ignore[arg-type]
+    return reader.at(source, position[:dim] + position[dim + 1 :])  # type: ignore[arg-type]
+
+
+def _constant(reader: Elements, node: Node, position: Position) -> Terms | None:
+    value = scalar_value(node)
+    return None if value is None else terms.number(value)
+
+
+def _where(reader: Elements, node: Node, position: Position) -> Terms | None:
+    """`where(c, x, 0)` is the indicator of c times x."""
+    condition, chosen, other = node.args
+    if not reader.algebra or scalar_value(other) != 0.0 or not isinstance(condition, Node):
+        if reader.algebra and scalar_value(chosen) == 0.0 and isinstance(condition, Node):
+            kind, value = "unless", other
+        else:
+            return None
+    else:
+        kind, value = "where", chosen
+    read = reader.operand(node, value, position)
+    flag = Atom(kind, reader.values.first(condition), broadcast(condition, position))
+    return None if read is None else terms.multiply(read, terms.one(flag))
+
+
+def _tanh(reader: Elements, node: Node, position: Position) -> Terms | None:
+    if not reader.algebra:
+        return None
+    inner = terms.frozen(reader.at(node.args[0], position))  # type: ignore[arg-type]
+    return terms.one(Atom("tanh", inner=inner))
+
+
+def _sum(reader: Elements, node: Node, position: Position) -> Terms | None:
+    source, dims = node.args[0], node.args[1]
+    keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    if not isinstance(source, Node) or not dims:
+        return None
+    shape = shape_of(source)
+    reduced = sorted(d % len(shape) for d in dims)  # type: ignore[union-attr]
+    places = list(position)
+    names = []
+    for d in reduced:
+        name = f"~{reader.depth}.{len(names)}"
+        names.append(name)
+        inner = whole(name, shape[d])
+        if keep:
+            places[d] = inner
+        else:
+            places.insert(d, inner)
+    reader.depth += 1
+    try:
+        read = reader.at(source, tuple(places))
+    finally:
+        reader.depth -= 1
+    used = tuple(n for n, d in zip(names, reduced, strict=True) if not same(shape[d], 1))
+    try:
+        return terms.summed(read, used) if used else read
+    except ArithmeticError:
+        return None
+
+
+Rule = Callable[[Elements, Node, Position], Terms | None]
+RULES: dict[Any, Rule] = {
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.add.Tensor: _add,
+    aten.sub.Tensor: _add,
+    aten.neg.default: _neg,
+    aten.div.Tensor: _div,
+    aten.div.Scalar: _div,
+    prims.fma.default: _fma,
+    aten.cat.default: _cat,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
+    aten.full.default: _constant,
+    aten.scalar_tensor.default: _constant,
+    aten.where.self: _where,
+    aten.tanh.default: _tanh,
+    aten.sum.dim_IntList: _sum,
+}
+
+
+def by_lane(
+    reader: Elements, node: Node, position: Position, count: int
+) -> list[tuple[tuple[int, ...], Terms]]:
+    """Terms of `count` lanes, as groups of lanes (numbered within the position) that read alike."""
+    out: list[tuple[tuple[int, ...], Terms]] = []
+    todo = [(tuple(range(count)), position)]
+    while todo:
+        lanes, place = todo.pop()
+        try:
+            out.append((lanes, reader.at(node, place)))
+        except Split as split:
+            for part in split.parts:
+                todo.append((tuple(lanes[k] for k in part), _restricted(place, part)))
+    return out
+
+
+def _restricted(position: Position, part: tuple[int, ...]) -> Position:
+    return tuple(
+        Place(
+            tuple(
+                Fixed(tuple(d.values[k] for k in part), d.size) if isinstance(d, Fixed) else d
+                for d in place.digits
+            ),
+            place.offset,
+        )
+        for place in position
+    )
+
+
+def lane_place(start: int, count: int, size: int) -> Place:
+    return Place((Fixed(tuple(range(start, start + count)), size),))
+
+
+def digits_of(place: Place) -> tuple[Digit | Fixed, ...]:
+    return place.digits

@@ -1,0 +1,480 @@
+"""Reads the backward of a site by role, from what its matmuls multiply.
+
+    dV = P^T dO    dP = dO V^T    dS = P (dP - rowsum(P dP))    dQ = scale dS K    dK = scale dS^T Q
+
+Nothing is matched as a template: the operand of the gradient matmuls is read as terms (elements.py) and compared with the
+derivative of the scores that were read forward, mask and softcap included; the gradients are then followed through the group
+sum and the inverse rotation, which must be the adjoint of the forward's, lane by lane. Gradients that the graph does not hold
+(frozen projections, LoRA on some of them) are not missed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import torch
+
+from inductor_gqa.site import Gradients, Target, View
+
+from . import operands, rotation, terms
+from .attention import Forward, arrangements
+from .axes import (
+    Digit,
+    Fixed,
+    Place,
+    Position,
+    Renaming,
+    Unread,
+    atoms_of,
+    quotient,
+    same,
+    shape_of,
+    whole,
+)
+from .elements import RULES, Elements, by_lane, step
+from .operands import Operand
+from .terms import Atom, Terms
+from .values import ValueNumbers
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Node = torch.fx.Node
+
+FOLLOWED = {
+    *RULES,
+    *operands.MOVES,
+    prims.convert_element_type.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split_with_sizes.default,
+    aten.split.Tensor,
+    aten.unbind.int,
+    aten.flip.default,
+}
+
+
+def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
+    """The gradients of a site; None where the graph holds none. Raises Unread where it holds some that do not read."""
+    weights = forward.site.anchor
+    users = list(operands.moved_users(weights, forward.canonical))
+    dv_products = _value_gradients(forward, users, values)
+    dp = _weights_gradient(forward, users, values)
+    if not dv_products and dp is None:
+        return None
+    grads_out = [view for _, _, view in dv_products] + ([dp[2]] if dp else [])
+    first = grads_out[0]
+    if any(not _same_view(first, other, values) for other in grads_out):
+        raise Unread("the gradients of the weights and of the values start from different tensors")
+    v_targets = [
+        target
+        for matmul, position, _ in dv_products
+        for target in _targets(forward, matmul, position, None, "v", values)
+    ]
+    q_targets: list[Target] = []
+    k_targets: list[Target] = []
+    if dp is not None:
+        for matmul, position, role in _score_gradients(forward, dp[0], dp[1], values):
+            lanes = forward.q_lanes if role == "q" else forward.k_lanes
+            found = _targets(forward, matmul, position, lanes, role, values)
+            (q_targets if role == "q" else k_targets).extend(found)
+    return Gradients(first, tuple(q_targets), tuple(k_targets), tuple(v_targets))
+
+
+def _same_view(a: View, b: View, values: ValueNumbers) -> bool:
+    return values.first(a.node) is values.first(b.node) and a.position == b.position
+
+
+def _value_gradients(
+    forward: Forward, users: Iterable[tuple[Node, Node]], values: ValueNumbers
+) -> list[tuple[Node, Position, View]]:
+    """(matmul, position of its result, dO) for every matmul that sums the weights over the queries."""
+    out: list[tuple[Node, Position, View]] = []
+    weights, seen = forward.site.anchor, set()
+    for moved, user in users:
+        if user.target not in operands.MATMULS or user is forward.product or user in seen:
+            continue
+        seen.add(user)
+        left, right, result = operands.matmul_axes(user)
+        a, b = operands.operands(user)
+        sides = ((a, left, b, right, "r"), (b, right, a, left, "l"))
+        for p, at_p, g, at_g, free in sides:
+            if p is not moved:
+                continue
+            names = operands.renaming(p, at_p, weights, forward.canonical, values)
+            summed = operands.back_to(p, at_p, weights, values)
+            if summed is None or not _is_axis(summed[-2], "c"):
+                raise Unread("the weights are multiplied by something that is no value or gradient")
+            dim = shape_of(g)[-1 if free == "r" else -2]
+            operands.free_axis(free, dim, "e", names)
+            grad = operands.view(g, names.apply(at_g))
+            out.append((user, names.apply(result), grad))
+    return out
+
+
+def _is_axis(place: Place, axis: str) -> bool:
+    return all(isinstance(d, Digit) and d.axis == axis for d in place.digits)
+
+
+def _weights_gradient(
+    forward: Forward, users: Iterable[tuple[Node, Node]], values: ValueNumbers
+) -> tuple[Node, Position, View] | None:
+    """(the matmul dP = dO V^T, position of its result, dO), found beside the weights in the softmax's gradient."""
+    weights = forward.site.anchor
+    for moved, user in users:
+        if user.target is not aten.mul.Tensor or len(user.args) < 2:
+            continue
+        position = _as_weights(moved, forward, values)
+        for other in user.args:
+            if other is moved or not isinstance(other, Node) or position is None:
+                continue
+            found = _back_to_matmul(other, position)
+            if found is None or found[0] in (forward.product, weights):
+                continue
+            matmul, at = found
+            names = Renaming()
+            left, right, result = operands.matmul_axes(matmul)
+            names.learn(result, at)
+            a, b = operands.operands(matmul)
+            contracted = shape_of(a)[-1]
+            operands.free_axis("c", contracted, "e", names)
+            views = [
+                operands.view(n, names.apply(place)) for n, place in ((a, left), (b, right))
+            ]
+            for value, grad in (views, views[::-1]):
+                if _same_view(value, forward.site.v, values):
+                    return matmul, at, grad
+    return None
+
+
+def _as_weights(moved: Node, forward: Forward, values: ValueNumbers) -> Position | None:
+    """The position of the weights' element in a rearrangement of the weights that has their shape."""
+    shape = shape_of(moved)
+    if len(shape) != len(forward.canonical):
+        return None
+    at = operands.back_to(moved, forward.canonical, forward.site.anchor, values)
+    return forward.canonical if at == forward.canonical else None
+
+
+def _back_to_matmul(node: Node, position: Position) -> tuple[Node, Position] | None:
+    while node.target not in operands.MATMULS:
+        back = step(node, position)
+        if back is None:
+            return None
+        node, position = back
+    return node, position
+
+
+def _score_gradients(
+    forward: Forward, dp: Node, dp_position: Position, values: ValueNumbers
+) -> list[tuple[Node, Position, str]]:
+    """(matmul, position of its result, "q" or "k") for every matmul of the gradient of the scores."""
+    out: list[tuple[Node, Position, str]] = []
+    plain = {
+        role: operands.view(operand.node, operand.position)
+        for role, operand in (("q", forward.q), ("k", forward.k))
+    }
+    for matmul, side in _reached_matmuls(dp):
+        left, right, result = operands.matmul_axes(matmul)
+        a, b = operands.operands(matmul)
+        z, at_z, x, at_x, free = (
+            (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
+        )
+        names = _proven(forward, z, at_z, dp, dp_position, values)
+        dim = shape_of(x)[-1 if free == "r" else -2]
+        operands.free_axis(free, dim, "d", names)
+        view = operands.view(x, names.apply(at_x))
+        for role, other in (("q", "k"), ("k", "q")):
+            if _same_view(view, plain[other], values):
+                out.append((matmul, names.apply(result), role))
+                break
+        else:
+            raise Unread(f"the gradient of the scores is multiplied by {view.node}, not by q or k")
+    return out
+
+
+def _reached_matmuls(dp: Node) -> list[tuple[Node, int]]:
+    """Matmuls that the gradient of the weights reaches through pointwise ops, with the side that it is on."""
+    found: dict[tuple[Node, int], None] = {}
+    todo, seen = [dp], {dp}
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.target in operands.MATMULS:
+                for side, operand in enumerate(operands.operands(user)):
+                    if operand is node:
+                        found[user, side] = None
+            elif user.target in FOLLOWED and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return list(found)
+
+
+def _proven(
+    forward: Forward,
+    z: Node,
+    position: Position,
+    dp: Node,
+    dp_position: Position,
+    values: ValueNumbers,
+) -> Renaming:
+    """The names of a matmul's axes, once its operand is proven to be the derivative of the scores."""
+    weights = forward.site.anchor
+    stops = [weights, dp, forward.scores.matmul]
+    reader = Elements(values, stops, algebra=True)
+    read = reader.at(z, position)
+    first_weights = values.first(weights)
+    places = {
+        atom.position
+        for atoms in read
+        for atom in atoms
+        if atom.kind == "load" and atom.node is first_weights
+    }
+    if len(places) != 1:
+        raise Unread(f"the operand {z} of a gradient matmul is not a gradient of this softmax")
+    names = Renaming()
+    names.learn(places.pop(), forward.canonical)
+    seen = reader.at(z, names.apply(position))
+    if not terms.close(seen, _derivative(forward, reader, dp, dp_position)):
+        raise Unread(f"{z} is not the derivative of the scores that were read forward")
+    return names
+
+
+def _derivative(
+    forward: Forward, reader: Elements, dp: Node, dp_position: Position
+) -> Terms:
+    """scale * P (dP - rowsum(P dP)), with what the mask and the softcap make of it."""
+    weights, canonical = forward.site.anchor, forward.canonical
+    p, g = reader.at(weights, canonical), reader.at(dp, dp_position)
+    along = Renaming()
+    for digit in (d for place in canonical for d in place.digits):
+        assert isinstance(digit, Digit)
+        called = "~0.0" if digit.axis == "j" else digit.axis
+        along.rules.append((digit, Digit(called, digit.stride, digit.size)))
+    product = terms.multiply(
+        reader.load(weights, along.apply(canonical)), reader.load(dp, along.apply(dp_position))
+    )
+    total = terms.summed(product, ("~0.0",))
+    out = terms.add(terms.multiply(p, g), terms.multiply(p, total), -1.0)
+    read = forward.scores
+    for view, keeps, _ in read.filled:
+        kind = "where" if keeps else "unless"
+        flag = Atom(kind, reader.values.first(view.node), view.position)
+        out = terms.multiply(out, terms.one(flag))
+    if read.capped is not None:
+        bent = reader.at(read.capped.node, read.capped.position)
+        slope = terms.add(terms.number(1.0), terms.multiply(bent, bent), -1.0)
+        out = terms.multiply(out, slope)
+    if read.scale_tensor is not None:
+        out = terms.multiply(out, reader.at(read.scale_tensor, ()))
+    return terms.scaled(out, read.scale)
+
+
+def _targets(
+    forward: Forward,
+    start: Node,
+    position: Position,
+    lanes: rotation.Lanes | None,
+    role: str,
+    values: ValueNumbers,
+) -> tuple[Target, ...]:
+    """The nodes that hold the finished gradient: summed over the group, rotated back."""
+    summed = () if role == "q" else forward.site.group
+    if lanes is None and not summed:
+        return arrangements(start, position, values)
+    end, at = _finished(forward, start, position, lanes, summed, role, values)
+    return arrangements(end, at, values)
+
+
+def _finished(
+    forward: Forward,
+    start: Node,
+    position: Position,
+    lanes: rotation.Lanes | None,
+    summed: tuple[Digit, ...],
+    role: str,
+    values: ValueNumbers,
+) -> tuple[Node, Position]:
+    """Follows the gradient to the node where its paths have met again and it is what the site's result is."""
+    open_: list[tuple[int, int, Node]] = [(values.order[start], 0, start)]
+    waiting = {start}
+    while open_:
+        _, _, node = heapq.heappop(open_)
+        waiting.discard(node)
+        if not waiting and node is not start:
+            at = _as_result(forward, node, start, position, lanes, summed, values)
+            if at is not None:
+                return node, at
+        for user in node.users:
+            if user.target not in FOLLOWED:
+                if getattr(user.target, "__name__", "") == "getitem":
+                    pass
+                else:
+                    raise Unread(f"the gradient of {role} is used by {user} before it is complete")
+            if user not in waiting:
+                waiting.add(user)
+                heapq.heappush(open_, (values.order[user], len(open_), user))
+    raise Unread(f"the gradient of {role} ends before it is complete")
+
+
+def _as_result(
+    forward: Forward,
+    node: Node,
+    start: Node,
+    position: Position,
+    lanes: rotation.Lanes | None,
+    summed: tuple[Digit, ...],
+    values: ValueNumbers,
+) -> Position | None:
+    """The node's dims in the site's axes, if the node is the finished gradient."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or not val.dtype.is_floating_point:
+        return None
+    shape = shape_of(node)
+    own = tuple(whole(f"x{d}", n) for d, n in enumerate(shape))
+    try:
+        if lanes is None:
+            return _moved_result(node, own, start, position, summed, values)
+        for dim in reversed(range(len(shape))):
+            heads = quotient(shape[dim], forward.site.head_dim)
+            if heads is None:
+                continue
+            at = _turned_result(node, own, dim, heads, start, position, lanes, summed, values)
+            if at is not None:
+                return at
+    except Unread:
+        return None
+    return None
+
+
+def _moved_result(
+    node: Node,
+    own: Position,
+    start: Node,
+    position: Position,
+    summed: tuple[Digit, ...],
+    values: ValueNumbers,
+) -> Position | None:
+    read = Elements(values, [start]).at(node, own)
+    if len(read) != 1:
+        return None
+    ((atoms, factor),) = read.items()
+    if len(atoms) != 1 or factor != 1.0:
+        return None
+    names = _names_of(atoms[0], start, position, summed, values)
+    return None if names is None else names.apply(own)
+
+
+def _names_of(
+    atom: Atom, start: Node, position: Position, summed: tuple[Digit, ...], values: ValueNumbers
+) -> Renaming | None:
+    """Site names for the axes of a reading of `start`, if exactly the group is summed over."""
+    sums: tuple[str, ...] = ()
+    if atom.kind == "sum":
+        sums, inside = atom.inner
+        if len(inside) != 1:
+            return None
+        atom = inside[0]
+    if atom.kind != "load" or atom.node is not values.first(start):
+        return None
+    names = Renaming()
+    names.learn(atom.position, position)
+    over = [y for x, y in names.rules if x.axis in sums]
+    if not all(any(_is_part(y, d) for d in summed) for y in over):
+        return None
+    for digit in summed:
+        parts = [y for y in over if _is_part(y, digit)]
+        total = 1
+        for part in parts:
+            total = total * part.size
+        if not same(total, digit.size):
+            return None
+    return names
+
+
+def _is_part(a: Digit, b: Digit) -> bool:
+    return (
+        a.axis == b.axis
+        and quotient(a.stride, b.stride) is not None
+        and quotient(b.stride * b.size, a.stride * a.size) is not None
+    )
+
+
+def _turned_result(
+    node: Node,
+    own: Position,
+    dim: int,
+    heads: object,
+    start: Node,
+    position: Position,
+    lanes: rotation.Lanes,
+    summed: tuple[Digit, ...],
+    values: ValueNumbers,
+) -> Position | None:
+    """As `_moved_result`, with the rotation undone along the innermost part of `dim`."""
+    count = len(lanes.forms)
+    outer = whole(f"x{dim}", heads).digits
+    outer = tuple(Digit(d.axis, count, d.size) for d in outer if isinstance(d, Digit))
+    place = Place((*outer, Fixed(tuple(range(count)), count)))
+    at = (*own[:dim], place, *own[dim + 1 :])
+    wanted = rotation.adjoint(lanes)
+    reader = Elements(values, [start])
+    fixed = operands.fixed_lanes(position, "d", Place((Fixed((0,), count),)))
+    names: Renaming | None = None
+    for group, read in by_lane(reader, node, at, count):
+        for k, lane in enumerate(group):
+            seen: dict[tuple[View | None, int, int], float] = {}
+            for atoms, factor in read.items():
+                data = [_one_lane(a, k) for a in atoms if a.kind != "table"]
+                tables = [_one_lane(a, k) for a in atoms if a.kind == "table"]
+                if len(data) != 1 or len(tables) > 1:
+                    return None
+                atom, out_lane = _without_lane(data[0])
+                if names is None:
+                    names = _names_of(atom, start, fixed, summed, values)
+                if names is None or _names_of(atom, start, fixed, summed, values) is None:
+                    return None
+                table: View | None = None
+                column = 0
+                if tables:
+                    bare, _, column = rotation.split_lane(tables[0].position)
+                    assert tables[0].node is not None
+                    table = View(tables[0].node, names.apply(bare))
+                key = (table, column, out_lane)
+                seen[key] = seen.get(key, 0.0) + factor
+            if seen != wanted[lane]:
+                return None
+    if names is None:
+        return None
+    names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
+    return names.apply(own)
+
+
+def _one_lane(atom: Atom, k: int) -> Atom:
+    if atom.kind == "sum":
+        axes, inside = atom.inner
+        return Atom("sum", inner=(axes, tuple(_one_lane(a, k) for a in inside)))
+    return Atom(atom.kind, atom.node, terms.at_lane(atom.position, k), atom.inner)
+
+
+def _without_lane(atom: Atom) -> tuple[Atom, int]:
+    """The atom with its lane set to 0, and the lane."""
+    if atom.kind == "sum":
+        axes, inside = atom.inner
+        if len(inside) != 1:
+            raise Unread("a sum of products in a gradient")
+        inner, lane = _without_lane(inside[0])
+        return Atom("sum", inner=(axes, (inner,))), lane
+    lanes = [d for place in atom.position for d in place.digits if isinstance(d, Fixed)]
+    if len(lanes) != 1:
+        raise Unread("the head dim of a gradient lies in several dims")
+    position = tuple(
+        Place(
+            tuple(Fixed((0,), d.size) if isinstance(d, Fixed) else d for d in place.digits),
+            place.offset,
+        )
+        for place in atom.position
+    )
+    return Atom(atom.kind, atom.node, position, atom.inner), lanes[0].values[0]
+
+
+__all__ = ["Operand", "atoms_of", "read_gradients"]

@@ -1,0 +1,210 @@
+"""Reads a rotary embedding (RoPE) by what it computes, lane by lane of the head dim.
+
+Spellings seen in the wild, all of which read as the same pairs:
+
+    q * cos + cat((-q[..., h:], q[..., :h]), -1) * sin                       rotate_half (Llama and most others)
+    cat((q1 * cos - q2 * sin, q2 * cos + q1 * sin), -1)                      half-width tables (gpt-oss)
+    q * cos + stack((-q[..., 1::2], q[..., ::2]), -1).flatten(-2) * sin      interleaved (GPT-J, Cohere)
+    cat((q[..., ::2] * c - q[..., 1::2] * s, q[..., 1::2] * c + q[..., ::2] * s), -1)   interleaved in, halves out (DeepSeek)
+    cat((rotated(q[..., :w]), q[..., w:]), -1)                               partial
+
+The halves of cos and sin are never assumed to be equal. Refused (the rotation then stays outside, the attention still fuses):
+pairs that are neither halves nor neighbours, tables that vary by head, factors other than 1 beside the tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from inductor_gqa.site import Rotation, Table, View
+
+from .axes import Digit, Fixed, Place, Position, Unread, joined
+from .elements import Elements, by_lane
+from .terms import Atom, Terms, at_lane
+
+Node = torch.fx.Node
+
+
+@dataclass(frozen=True)
+class Term:
+    """factor * table[column] * x[lane]; table None for a lane that passes."""
+
+    factor: float
+    table: View | None  # position without its column place, which is dim `table_dim`
+    column: int
+    lane: int
+    table_dim: int = 0
+
+
+@dataclass
+class Lanes:
+    """Each lane of a rotated operand as terms over the lanes of one tensor."""
+
+    source: View  # position without its lane place (see lane_dim)
+    lane_dim: int
+    lane_start: int
+    forms: list[tuple[Term, ...]]
+
+
+def lanes(reader: Elements, node: Node, position: Position, count: int) -> Lanes:
+    """The lanes of `node` (position has Fixed lanes) over the lanes of the one tensor that they are made of."""
+    forms: dict[int, list[tuple[float, list[Atom]]]] = {}
+    for group, read in by_lane(reader, node, position, count):
+        for k, lane in enumerate(group):
+            forms[lane] = [(c, [_lane_atom(a, k) for a in atoms]) for atoms, c in read.items()]
+    sources: dict[tuple[Node, Position, int], set[int]] = {}
+    out: list[tuple[Term, ...]] = []
+    key: tuple[Node, Position, int] | None = None
+    for lane in range(count):
+        terms: list[Term] = []
+        for factor, atoms in forms[lane]:
+            data = [a for a in atoms if a.kind != "table"]
+            tables = [a for a in atoms if a.kind == "table"]
+            if len(data) != 1 or data[0].kind != "load" or len(tables) > 1:
+                raise Unread("a lane is not a sum of table times input")
+            outer, dim, at = split_lane(data[0].position)
+            key = (data[0].node, outer, dim)  # type: ignore[assignment]
+            sources.setdefault(key, set()).add(at)  # type: ignore[arg-type]
+            if tables:
+                t_outer, t_dim, column = split_lane(tables[0].position)
+                table = View(tables[0].node, t_outer)  # type: ignore[arg-type]
+                terms.append(Term(factor, table, column, at, t_dim))
+            else:
+                terms.append(Term(factor, None, 0, at))
+        out.append(tuple(terms))
+    if len(sources) != 1 or key is None:
+        raise Unread(f"the lanes come from {len(sources)} tensors, accepted one")
+    node, outer, dim = key
+    start = min(sources[key])
+    if sources[key] != set(range(start, start + count)):
+        raise Unread("the lanes are not one run of the input's last dim")
+    out = [tuple(replace(t, lane=t.lane - start) for t in f) for f in out]
+    return Lanes(View(node, outer), dim, start, out)
+
+
+def _lane_atom(atom: Atom, lane: int) -> Atom:
+    return Atom(atom.kind, atom.node, at_lane(atom.position, lane), atom.inner)
+
+
+def split_lane(position: Position) -> tuple[Position, int, int]:
+    """(position with the lane place emptied, its dim, the lane)."""
+    found = [
+        d for d, place in enumerate(position) if any(isinstance(x, Fixed) for x in place.digits)
+    ]
+    if len(found) != 1:
+        raise Unread("the head dim lies in several dims of one tensor, or in none")
+    dim = found[0]
+    place = position[dim]
+    fixed = joined([d for d in place.digits if isinstance(d, Fixed)])
+    if len(fixed) != 1 or not isinstance(place.digits[-1], Fixed):
+        raise Unread("the head dim is not the innermost part of its dim")
+    rest = tuple(d for d in place.digits if not isinstance(d, Fixed))
+    digit = fixed[0]
+    assert isinstance(digit, Fixed)
+    lane = digit.values[0]
+    if not rest:
+        lane += int(place.offset)
+        rest_place = Place()
+    else:
+        rest_place = Place((*rest, Fixed((0,), digit.size)), place.offset)
+    return (*position[:dim], rest_place, *position[dim + 1 :]), dim, lane
+
+
+def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple[int, ...]]:
+    """The rotation that the lanes are, and their order: order[k] is the input lane that output lane k belongs to."""
+    count = len(found.forms)
+    turned = [k for k, form in enumerate(found.forms) if len(form) == 2]
+    for k, form in enumerate(found.forms):
+        plain = len(form) == 1 and form[0].table is None and form[0].factor == 1.0
+        if k not in turned and not plain:
+            raise Unread("a lane is neither turned nor passed as it is")
+    if not turned:
+        raise Unread("no lane is turned")
+    tables: dict[View, list[float]] = {}
+    for k in turned:
+        for term in found.forms[k]:
+            if term.table is None or abs(term.factor) != 1.0:
+                raise Unread("a turned lane has a term without a table, or with a factor")
+            tables.setdefault(term.table, []).append(term.factor)
+    if len(tables) != 2:
+        raise Unread(f"the rotation uses {len(tables)} tables, accepted 2")
+    cosines = [t for t, factors in tables.items() if len(set(factors)) == 1 and factors[0] == 1.0]
+    if len(cosines) != 1:
+        raise Unread("no table has the same sign in all lanes, as a cosine has")
+    cos = cosines[0]
+    (sin,) = [t for t in tables if t != cos]
+    own: dict[int, tuple[int, Term, Term]] = {}
+    order: list[int] = []
+    for k, form in enumerate(found.forms):
+        if k not in turned:
+            order.append(form[0].lane)
+            continue
+        straight = [t for t in form if t.table == cos]
+        crossed = [t for t in form if t.table == sin]
+        if len(straight) != 1 or len(crossed) != 1:
+            raise Unread("a turned lane does not have one term of each table")
+        order.append(straight[0].lane)
+        own[straight[0].lane] = (crossed[0].lane, straight[0], crossed[0])
+    if sorted(order) != list(range(count)):
+        raise Unread("two lanes are turned from the same input lane")
+    return _paired(own, cos, sin), tuple(order)
+
+
+def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rotation:
+    start, width = min(own), len(own)
+    if sorted(own) != list(range(start, start + width)):
+        raise Unread("the turned lanes are not one run")
+    lanes_ = range(start, start + width)
+    half = all(own[x][0] == (x + width // 2 if x < start + width // 2 else x - width // 2) for x in lanes_)
+    next_to = all(own[x][0] == start + ((x - start) ^ 1) for x in lanes_)
+    if width % 2 or not (half or next_to):
+        raise Unread("the lanes turn in pairs that are neither halves nor neighbours")
+    interleaved = not half
+    first = [(x - start) % 2 == 0 if interleaved else x < start + width // 2 for x in lanes_]
+    signs = {own[x][2].factor * (-1.0 if f else 1.0) for x, f in zip(lanes_, first, strict=True)}
+    if len(signs) != 1:
+        raise Unread("the two lanes of a pair turn in one direction")
+    return Rotation(
+        _table(cos, [own[x][1] for x in lanes_]),
+        _table(sin, [own[x][2] for x in lanes_]),
+        start,
+        width,
+        interleaved,
+        signs.pop(),
+    )
+
+
+def _table(view: View, terms: list[Term]) -> Table:
+    """The run of columns that the lanes use, and how they use it: each once, or each half or each pair the same."""
+    columns = [term.column for term in terms]
+    start, width = min(columns), len(columns)
+    used = [column - start for column in columns]
+    half = list(range(width // 2))
+    for spread, pattern in (
+        ("once", list(range(width))),
+        ("halves", half + half),
+        ("pairs", [k for k in half for _ in range(2)]),
+    ):
+        if used == pattern:
+            break
+    else:
+        raise Unread("the columns of a rotation table are used in an order that is none of the known")
+    dim, place = terms[0].table_dim, view.position[terms[0].table_dim]
+    if place.digits:
+        raise Unread("the columns of a rotation table share a dim with another axis")
+    column = Place((Digit("w", 1, max(used) + 1),), start)
+    return Table(View(view.node, (*view.position[:dim], column, *view.position[dim + 1 :])), spread)
+
+
+def adjoint(found: Lanes) -> list[dict[tuple[View | None, int, int], float]]:
+    """For each input lane, its gradient as {(table, column, output lane): factor}."""
+    out: list[dict[tuple[View | None, int, int], float]] = [{} for _ in found.forms]
+    for k, form in enumerate(found.forms):
+        for term in form:
+            out[term.lane][(term.table, term.column, k)] = term.factor
+    return out
+
+
+__all__ = ["Lanes", "Term", "Terms", "adjoint", "lanes", "rotation"]

@@ -1,0 +1,256 @@
+"""Reads what stands between q k^T and the softmax: scale, softcap, masks, bias.
+
+Spellings seen in the wild: `* scale`, `/ sqrt(d)`, a scale that arrives as a 0-d tensor (dynamic shapes), `cap * tanh(s / cap)`,
+`+ mask`, `masked_fill`, `where(keep, s, fill)`, casts anywhere, `s - s.max()` before the softmax. Refused: a mask inside the
+softcap, a factor outside the mask, two matmuls that feed the scores, anything that varies otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from inductor_gqa.site import View
+
+from .axes import Position, Unread
+from .elements import broadcast, step
+from .operands import MATMULS
+from .values import ValueNumbers, scalar_value
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Node = torch.fx.Node
+
+
+@dataclass
+class Scores:
+    """scores = mask(softcap * tanh(scale * qk / softcap)); without softcap scale * qk."""
+
+    matmul: Node
+    position: Position  # of the score in the matmul's result, in the site's axes
+    scale: float = 1.0
+    scale_tensor: Node | None = None
+    softcap: float = 0.0
+    capped: View | None = None  # the tanh
+    added: list[View] = field(default_factory=list)
+    filled: list[tuple[View, bool, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    kind: str
+    factor: float = 1.0
+    tensor: View | None = None
+    keeps: bool = True
+
+
+def read(scores: Node, position: Position, values: ValueNumbers) -> Scores:
+    """Follows the scores back to the matmul; raises Unread with the reason."""
+    stages: list[_Stage] = []
+    node = scores
+    while not (node.op == "call_function" and node.target in MATMULS):
+        found = _outer(node, position, stages, values)
+        if found is None:
+            raise Unread(f"the scores pass through {_name(node)}, accepted scale, softcap, mask")
+        node, position = found
+    out = Scores(node, position)
+    if node.target is aten.baddbmm.default:
+        _baddbmm(node, position, stages)
+    _interpret(stages, out)
+    return out
+
+
+def _name(node: Node) -> str:
+    return str(node.target) if node.op == "call_function" else f"graph input {node.name}"
+
+
+def _outer(
+    node: Node, position: Position, stages: list[_Stage], values: ValueNumbers
+) -> tuple[Node, Position] | None:
+    """Peels one op off the scores and notes what it did."""
+    if node.op != "call_function":
+        return None
+    op, args = node.target, node.args
+    if op in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        return _scaled(node, position, stages)
+    if op in (aten.add.Tensor, aten.sub.Tensor) and node.kwargs.get("alpha", 1) == 1:
+        return _added(node, position, stages, values)
+    if op is aten.where.self:
+        return _filled(node, position, stages)
+    if op is aten.tanh.default:
+        stages.append(_Stage("tanh", tensor=View(node, position)))
+        return args[0], position  # type: ignore[return-value]
+    if op is aten.neg.default:
+        stages.append(_Stage("scale", -1.0))
+        return args[0], position  # type: ignore[return-value]
+    return step(node, position)
+
+
+def _scaled(
+    node: Node, position: Position, stages: list[_Stage]
+) -> tuple[Node, Position] | None:
+    a, b = node.args[0], node.args[1]
+    divides = node.target in (aten.div.Tensor, aten.div.Scalar)
+    for value, other in ((b, a), (a, b)):
+        if not isinstance(other, Node):
+            continue
+        number = scalar_value(value)
+        if number is not None:
+            if divides and (value is a or number == 0.0):
+                return None
+            stages.append(_Stage("scale", 1.0 / number if divides else number))
+            return other, broadcast(other, position)
+        if isinstance(value, Node) and value.meta["val"].dim() == 0 and not divides:
+            stages.append(_Stage("scale_tensor", tensor=View(value, ())))
+            return other, broadcast(other, position)
+        if divides:
+            break
+    return None
+
+
+def _added(
+    node: Node, position: Position, stages: list[_Stage], values: ValueNumbers
+) -> tuple[Node, Position] | None:
+    a, b = node.args[0], node.args[1]
+    subtracts = node.target is aten.sub.Tensor
+    if subtracts and isinstance(a, Node) and isinstance(b, Node) and _is_max_of(b, a):
+        return a, broadcast(a, position)  # the softmax does not change by it
+    leading = [n for n in (a, b) if isinstance(n, Node) and _leads_to_matmul(n)]
+    if len(leading) == 2:
+        raise Unread("two matmuls feed the scores, accepted one")
+    if len(leading) != 1 or (subtracts and leading[0] is b):
+        return None
+    other = b if leading[0] is a else a
+    number = scalar_value(other)
+    if number is not None:
+        if abs(number) == float("inf"):
+            return None
+        return leading[0], broadcast(leading[0], position)  # a constant changes no softmax
+    if not isinstance(other, Node) or subtracts:
+        return None
+    stages.append(_Stage("add", tensor=View(other, broadcast(other, position))))
+    return leading[0], broadcast(leading[0], position)
+
+
+def _is_max_of(value: Node, scores: Node) -> bool:
+    while value.target in (aten.expand.default, aten.alias.default, aten.detach.default):
+        value = value.args[0]  # type: ignore[assignment]
+    if value.target is aten.amax.default and value.args[0] is scores:
+        dims = value.args[1]
+        return list(dims) in ([-1], [scores.meta["val"].dim() - 1])  # type: ignore[arg-type]
+    if getattr(value.target, "__name__", "") == "getitem" and value.args[1] == 0:
+        made = value.args[0]
+        return (
+            isinstance(made, Node)
+            and made.target is aten.max.dim
+            and made.args[0] is scores
+            and made.args[1] in (-1, scores.meta["val"].dim() - 1)
+        )
+    return False
+
+
+def _filled(
+    node: Node, position: Position, stages: list[_Stage]
+) -> tuple[Node, Position] | None:
+    condition, a, b = node.args
+    if not isinstance(condition, Node):
+        return None
+    view = View(condition, broadcast(condition, position))
+    for kept, other, keeps in ((a, b, True), (b, a, False)):
+        fill = scalar_value(other)
+        if fill is not None and isinstance(kept, Node) and scalar_value(kept) is None:
+            stages.append(_Stage("fill", fill, view, keeps))
+            return kept, broadcast(kept, position)
+    return None
+
+
+_CHAIN = {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.where.self,
+    aten.tanh.default,
+    aten.neg.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.clone.default,
+    aten.alias.default,
+    prims.convert_element_type.default,
+}
+
+
+def _leads_to_matmul(node: Node) -> bool:
+    """Whether a chain of score ops starts at a matmul."""
+    todo, seen = [node], set()
+    while todo:
+        n = todo.pop()
+        if n in seen or n.op != "call_function":
+            continue
+        seen.add(n)
+        if n.target in MATMULS:
+            return True
+        if n.target in _CHAIN:
+            todo += n.all_input_nodes
+    return False
+
+
+def _baddbmm(node: Node, position: Position, stages: list[_Stage]) -> None:
+    """beta * input + alpha * (a b)"""
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    if not isinstance(beta, int | float) or not isinstance(alpha, int | float):
+        raise Unread("baddbmm with alpha or beta that are not numbers")
+    given = node.args[0]
+    assert isinstance(given, Node)
+    if beta != 0 and scalar_value(given) != 0.0:
+        if beta != 1:
+            raise Unread(f"baddbmm with beta {beta}, accepted 0 and 1")
+        stages.append(_Stage("add", tensor=View(given, broadcast(given, position))))
+    stages.append(_Stage("scale", float(alpha)))
+
+
+def _interpret(stages: list[_Stage], out: Scores) -> None:
+    """Stages come outermost first."""
+    outer = 1.0
+    capped = False
+    for stage in stages:
+        if stage.kind == "scale":
+            if capped or not any(s.kind == "tanh" for s in stages):
+                out.scale *= stage.factor
+            outer *= stage.factor
+            if not capped and any(s.kind == "tanh" for s in stages):
+                out.softcap = outer
+        elif stage.kind == "scale_tensor":
+            if out.scale_tensor is not None or (not capped and any(s.kind == "tanh" for s in stages)):
+                raise Unread("the scores are multiplied by two tensors, accepted one")
+            assert stage.tensor is not None
+            out.scale_tensor = stage.tensor.node
+        elif stage.kind == "tanh":
+            if capped:
+                raise Unread("two softcaps")
+            capped = True
+            out.softcap, out.capped = outer, stage.tensor
+            if not outer > 0:
+                raise Unread(f"softcap is {outer}, accepted positive")
+        else:
+            assert stage.tensor is not None
+            if capped:
+                raise Unread("a mask inside the softcap")
+            if outer != 1.0 or out.scale_tensor is not None:
+                raise Unread(f"the scores are multiplied by {outer} after the mask, accepted before")
+            if stage.kind == "add":
+                out.added.append(stage.tensor)
+            else:
+                if out.added:
+                    # where(c, s, fill) + m: the fill is added to as well; only an infinite or absorbing one is not changed
+                    if stage.factor > -1e30:
+                        raise Unread("a bias is added after the scores were filled")
+                out.filled.append((stage.tensor, stage.keeps, stage.factor))
+    if capped:
+        out.scale *= out.softcap

@@ -1,0 +1,105 @@
+"""Facts about nodes that do not depend on a site: equal values, constants, origins.
+
+AOTAutograd has not merged equal expressions yet when our pass runs, so one value may be computed by many nodes (a mask or
+a table once a layer). Everything that compares nodes compares the first node of their value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Node = torch.fx.Node
+
+MATMULS = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten.embedding.default,
+}
+
+
+def is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def scalar_value(value: Any) -> float | None:
+    """The number that a literal or a constant tensor holds everywhere, else None."""
+    if isinstance(value, bool):
+        return float(value)
+    if isinstance(value, int | float):
+        return float(value)
+    if not isinstance(value, Node) or value.op != "call_function":
+        return None
+    if value.target is aten.full.default and isinstance(value.args[1], int | float | bool):
+        return _rounded(value, value.args[1])
+    if value.target is aten.scalar_tensor.default and isinstance(value.args[0], int | float | bool):
+        return _rounded(value, value.args[0])
+    if value.target in (
+        aten.expand.default,
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.clone.default,
+        aten.alias.default,
+        prims.convert_element_type.default,
+    ):
+        inner = scalar_value(value.args[0])
+        return None if inner is None else _rounded(value, inner)
+    return None
+
+
+def _rounded(node: Node, number: float) -> float:
+    """The number as the node's dtype holds it."""
+    dtype = node.meta["val"].dtype
+    if dtype is torch.bool:
+        return float(bool(number))
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype).to(torch.float64))
+
+
+class ValueNumbers:
+    """For each node the first node of the graph that holds the same value."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._first: dict[Node, Node] = {}
+        self._matmul: dict[Node, bool] = {}
+        self.order: dict[Node, int] = {}
+        seen: dict[Any, Node] = {}
+        for number, node in enumerate(graph.nodes):
+            self.order[node] = number
+            inputs = node.all_input_nodes
+            self._matmul[node] = node.target in MATMULS or any(self._matmul[n] for n in inputs)
+            key = self._key(node)
+            self._first[node] = node if key is None else seen.setdefault(key, node)
+
+    def first(self, node: Node) -> Node:
+        return self._first.get(node, node)
+
+    def comes_from_matmul(self, node: Node) -> bool:
+        """Whether a matmul, a convolution or an embedding is among the ancestors."""
+        return self._matmul.get(node, False)
+
+    def _key(self, node: Node) -> Any:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        if torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable:
+            return None
+        key = (node.target, self._typed(node.args), self._typed(node.kwargs))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _typed(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            return self.first(value)
+        if isinstance(value, list | tuple):
+            return tuple(self._typed(v) for v in value)
+        if isinstance(value, dict):
+            return tuple((k, self._typed(value[k])) for k in sorted(value))
+        return (type(value), value)  # 1, 1.0 and True are equal, but not as arguments
