@@ -34,15 +34,17 @@ def enable(*, always: bool = False, strict: bool = False) -> None:
     changes = not isinstance(current, AttentionPass) or current.settings != installed.settings
     inductor_config.joint_custom_pre_pass = installed
     if changes:
-        _warn_if_compiled("enable()")
+        _warn_if_compiled()
 
 
 def disable() -> None:
-    """Puts Inductor's setting back to what it was before `enable()`."""
+    """Puts Inductor's setting back to what it was before `enable()`.
+
+    Functions that are compiled already stay fused until `torch._dynamo.reset()`.
+    """
     current = inductor_config.joint_custom_pre_pass
     if isinstance(current, AttentionPass):
         inductor_config.joint_custom_pre_pass = current.before
-        _warn_if_compiled("disable()")
 
 
 def is_enabled() -> bool:
@@ -53,22 +55,23 @@ def is_enabled() -> bool:
 def enabled(*, always: bool = False, strict: bool = False) -> Iterator[None]:
     """`enable()` for what is compiled (first called) inside the block; the setting before it comes back afterwards."""
     saved = inductor_config.joint_custom_pre_pass
-    enable(always=always, strict=strict)
+    before = saved.before if isinstance(saved, AttentionPass) else saved
+    inductor_config.joint_custom_pre_pass = AttentionPass(Settings(always, strict), before)
     try:
         yield
     finally:
         inductor_config.joint_custom_pre_pass = saved
 
 
-def _warn_if_compiled(call: str) -> None:
+def _warn_if_compiled() -> None:
     """Inductor's settings are not guarded: compiled frames do not notice them."""
     from torch._dynamo import convert_frame
 
     compiled = getattr(getattr(convert_frame, "output_codes", None), "seen", ())
     if compiled:
         log.warning(
-            "%s after something was compiled: frames that are compiled already stay as they are until torch._dynamo.reset()",
-            call,
+            "enable() after something was compiled: "
+            "what is compiled already stays as it is until torch._dynamo.reset()"
         )
 
 

@@ -43,6 +43,14 @@ class Place:
     digits: tuple[Digit | Fixed, ...] = ()
     offset: Size = 0
 
+    def __post_init__(self) -> None:
+        # Positions are keys of every memo of the readers; hashing long lanes again and again is what reading would spend
+        # its time on.
+        object.__setattr__(self, "_hash", hash((self.digits, self.offset)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
     @property
     def extent(self) -> Size:
         return product(d.size for d in self.digits)

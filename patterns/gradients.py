@@ -26,14 +26,12 @@ from .axes import (
     Position,
     Renaming,
     Unread,
-    atoms_of,
     quotient,
     same,
     shape_of,
     whole,
 )
 from .elements import RULES, Elements, by_lane, step
-from .operands import Operand
 from .terms import Atom, Terms
 from .values import ValueNumbers
 
@@ -418,63 +416,28 @@ def _turned_result(
     at = (*own[:dim], place, *own[dim + 1 :])
     wanted = rotation.adjoint(lanes)
     reader = Elements(values, [start])
-    fixed = operands.fixed_lanes(position, "d", Place((Fixed((0,), count),)))
+    fixed = operands.fixed_lanes(position, "d", Place())
     names: Renaming | None = None
+    known: dict[object, object] = {}
+    seen: list[dict[tuple[View | None, int, int], float]] = [{} for _ in range(count)]
     for group, read in by_lane(reader, node, at, count):
-        for k, lane in enumerate(group):
-            seen: dict[tuple[View | None, int, int], float] = {}
-            for atoms, factor in read.items():
-                data = [_one_lane(a, k) for a in atoms if a.kind != "table"]
-                tables = [_one_lane(a, k) for a in atoms if a.kind == "table"]
-                if len(data) != 1 or len(tables) > 1:
-                    return None
-                atom, out_lane = _without_lane(data[0])
-                if names is None:
-                    names = _names_of(atom, start, fixed, summed, values)
-                if names is None or _names_of(atom, start, fixed, summed, values) is None:
-                    return None
-                table: View | None = None
-                column = 0
-                if tables:
-                    bare, _, column = rotation.split_lane(tables[0].position)
-                    assert tables[0].node is not None
-                    table = View(tables[0].node, names.apply(bare))
-                key = (table, column, out_lane)
-                seen[key] = seen.get(key, 0.0) + factor
-            if seen != wanted[lane]:
+        for strand in rotation.strands(read, len(group)):
+            if strand.data not in known:
+                known[strand.data] = _names_of(strand.data, start, fixed, summed, values)
+            found = known[strand.data]
+            if not isinstance(found, Renaming):
                 return None
+            names = names or found
+            if strand.table is not None and strand.table not in known:
+                bare = names.apply(strand.table.position)
+                known[strand.table] = View(strand.table.node, bare)
+            table = None if strand.table is None else known[strand.table]
+            for lane, column, out in zip(group, strand.columns, strand.lanes, strict=True):
+                key = (table, column, out)
+                seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor  # type: ignore[index]
+    if seen != wanted:
+        return None
     if names is None:
         return None
     names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
     return names.apply(own)
-
-
-def _one_lane(atom: Atom, k: int) -> Atom:
-    if atom.kind == "sum":
-        axes, inside = atom.inner
-        return Atom("sum", inner=(axes, tuple(_one_lane(a, k) for a in inside)))
-    return Atom(atom.kind, atom.node, terms.at_lane(atom.position, k), atom.inner)
-
-
-def _without_lane(atom: Atom) -> tuple[Atom, int]:
-    """The atom with its lane set to 0, and the lane."""
-    if atom.kind == "sum":
-        axes, inside = atom.inner
-        if len(inside) != 1:
-            raise Unread("a sum of products in a gradient")
-        inner, lane = _without_lane(inside[0])
-        return Atom("sum", inner=(axes, (inner,))), lane
-    lanes = [d for place in atom.position for d in place.digits if isinstance(d, Fixed)]
-    if len(lanes) != 1:
-        raise Unread("the head dim of a gradient lies in several dims")
-    position = tuple(
-        Place(
-            tuple(Fixed((0,), d.size) if isinstance(d, Fixed) else d for d in place.digits),
-            place.offset,
-        )
-        for place in atom.position
-    )
-    return Atom(atom.kind, atom.node, position, atom.inner), lanes[0].values[0]
-
-
-__all__ = ["Operand", "atoms_of", "read_gradients"]

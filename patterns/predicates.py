@@ -15,7 +15,7 @@ import torch
 from .axes import Position
 from .elements import broadcast, step
 from .integers import COMPARISONS, Integers, Linear, compared, decided, indexed
-from .values import scalar_value
+from .values import as_dtype, scalar_value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
@@ -186,15 +186,11 @@ def two_valued(reader: Integers, node: Node, position: Position) -> TwoValued | 
     if node.target is prims.convert_element_type.default:
         source = node.args[0]
         inner = two_valued(reader, source, position)  # type: ignore[arg-type]
-        return None if inner is None else _mapped(inner, lambda v: _as(v, val.dtype))
+        return None if inner is None else _mapped(inner, lambda v: as_dtype(v, val.dtype))
     if node.target in ARITHMETIC:
         return _two_valued_arithmetic(reader, node, position)
     back = step(node, position)
     return None if back is None else two_valued(reader, *back)
-
-
-def _as(value: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64))
 
 
 def _mapped(x: TwoValued, change) -> TwoValued:  # type: ignore[no-untyped-def]
@@ -231,8 +227,8 @@ def _two_valued_arithmetic(reader: Integers, node: Node, position: Position) -> 
     op, dtype = ARITHMETIC[node.target], node.meta["val"].dtype
     return TwoValued(
         a.clauses or b.clauses,
-        _as(op(a.kept, b.kept), dtype),
-        _as(op(a.hidden, b.hidden), dtype),
+        as_dtype(op(a.kept, b.kept), dtype),
+        as_dtype(op(a.hidden, b.hidden), dtype),
     )
 
 

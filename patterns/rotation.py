@@ -20,9 +20,9 @@ import torch
 
 from inductor_gqa.site import Rotation, Table, View
 
-from .axes import Digit, Fixed, Place, Position, Unread, joined
+from .axes import Digit, Fixed, Place, Position, Unread
 from .elements import Elements, by_lane
-from .terms import Atom, Terms, at_lane
+from .terms import Atom, Terms
 
 Node = torch.fx.Node
 
@@ -48,48 +48,74 @@ class Lanes:
     forms: list[tuple[Term, ...]]
 
 
+@dataclass(frozen=True)
+class Strand:
+    """One term of a group of lanes: factor * table[columns] * data[lanes], entry by entry."""
+
+    factor: float
+    table: View | None
+    table_dim: int
+    columns: tuple[int, ...]
+    data: Atom  # its lanes set to 0
+    data_dim: int
+    lanes: tuple[int, ...]
+
+
+def strands(read: Terms, count: int) -> list[Strand]:
+    """The terms of a group of lanes; raises Unread where one is not (a table times) one input."""
+    out: list[Strand] = []
+    for atoms, factor in read.items():
+        data = [a for a in atoms if a.kind != "table"]
+        tables = [a for a in atoms if a.kind == "table"]
+        if len(data) != 1 or len(tables) > 1:
+            raise Unread("a lane is not a sum of table times input")
+        bare, dim, lanes_ = without_lanes(data[0], count)
+        if tables:
+            outer, table_dim, columns = split_lanes(tables[0].position, count)
+            assert tables[0].node is not None
+            out.append(
+                Strand(factor, View(tables[0].node, outer), table_dim, columns, bare, dim, lanes_)
+            )
+        else:
+            out.append(Strand(factor, None, 0, (0,) * count, bare, dim, lanes_))
+    return out
+
+
+def without_lanes(atom: Atom, count: int) -> tuple[Atom, int, tuple[int, ...]]:
+    """(the atom with its lanes set to 0, their dim, the lanes), also of an atom that is summed over a group."""
+    if atom.kind == "sum":
+        axes, inside = atom.inner
+        if len(inside) != 1:
+            raise Unread("a sum of products among the lanes")
+        inner, dim, lanes_ = without_lanes(inside[0], count)
+        return Atom("sum", inner=(axes, (inner,))), dim, lanes_
+    if atom.kind != "load":
+        raise Unread(f"a lane depends on {atom.kind}")
+    outer, dim, lanes_ = split_lanes(atom.position, count)
+    return Atom("load", atom.node, outer), dim, lanes_
+
+
 def lanes(reader: Elements, node: Node, position: Position, count: int) -> Lanes:
     """The lanes of `node` (position has Fixed lanes) over the lanes of the one tensor that they are made of."""
-    forms: dict[int, list[tuple[float, list[Atom]]]] = {}
+    forms: list[list[Term]] = [[] for _ in range(count)]
+    sources: dict[tuple[Atom, int], set[int]] = {}
     for group, read in by_lane(reader, node, position, count):
-        for k, lane in enumerate(group):
-            forms[lane] = [(c, [_lane_atom(a, k) for a in atoms]) for atoms, c in read.items()]
-    sources: dict[tuple[Node, Position, int], set[int]] = {}
-    out: list[tuple[Term, ...]] = []
-    key: tuple[Node, Position, int] | None = None
-    for lane in range(count):
-        terms: list[Term] = []
-        for factor, atoms in forms[lane]:
-            data = [a for a in atoms if a.kind != "table"]
-            tables = [a for a in atoms if a.kind == "table"]
-            if len(data) != 1 or data[0].kind != "load" or len(tables) > 1:
-                raise Unread("a lane is not a sum of table times input")
-            outer, dim, at = split_lane(data[0].position)
-            key = (data[0].node, outer, dim)  # type: ignore[assignment]
-            sources.setdefault(key, set()).add(at)  # type: ignore[arg-type]
-            if tables:
-                t_outer, t_dim, column = split_lane(tables[0].position)
-                table = View(tables[0].node, t_outer)  # type: ignore[arg-type]
-                terms.append(Term(factor, table, column, at, t_dim))
-            else:
-                terms.append(Term(factor, None, 0, at))
-        out.append(tuple(terms))
-    if len(sources) != 1 or key is None:
+        for s in strands(read, len(group)):
+            sources.setdefault((s.data, s.data_dim), set()).update(s.lanes)
+            for lane, column, at in zip(group, s.columns, s.lanes, strict=True):
+                forms[lane].append(Term(s.factor, s.table, column, at, s.table_dim))
+    if len(sources) != 1:
         raise Unread(f"the lanes come from {len(sources)} tensors, accepted one")
-    node, outer, dim = key
-    start = min(sources[key])
-    if sources[key] != set(range(start, start + count)):
+    (((source, dim), used),) = sources.items()
+    start = min(used)
+    if used != set(range(start, start + count)) or source.node is None:
         raise Unread("the lanes are not one run of the input's last dim")
-    out = [tuple(replace(t, lane=t.lane - start) for t in f) for f in out]
-    return Lanes(View(node, outer), dim, start, out)
+    moved = [tuple(replace(t, lane=t.lane - start) for t in form) for form in forms]
+    return Lanes(View(source.node, source.position), dim, start, moved)
 
 
-def _lane_atom(atom: Atom, lane: int) -> Atom:
-    return Atom(atom.kind, atom.node, at_lane(atom.position, lane), atom.inner)
-
-
-def split_lane(position: Position) -> tuple[Position, int, int]:
-    """(position with the lane place emptied, its dim, the lane)."""
+def split_lanes(position: Position, count: int) -> tuple[Position, int, tuple[int, ...]]:
+    """(position with its lanes set to 0, their dim, the lanes)."""
     found = [
         d for d, place in enumerate(position) if any(isinstance(x, Fixed) for x in place.digits)
     ]
@@ -97,19 +123,18 @@ def split_lane(position: Position) -> tuple[Position, int, int]:
         raise Unread("the head dim lies in several dims of one tensor, or in none")
     dim = found[0]
     place = position[dim]
-    fixed = joined([d for d in place.digits if isinstance(d, Fixed)])
-    if len(fixed) != 1 or not isinstance(place.digits[-1], Fixed):
+    digit = place.digits[-1]
+    rest = place.digits[:-1]
+    if not isinstance(digit, Fixed) or any(isinstance(d, Fixed) for d in rest):
         raise Unread("the head dim is not the innermost part of its dim")
-    rest = tuple(d for d in place.digits if not isinstance(d, Fixed))
-    digit = fixed[0]
-    assert isinstance(digit, Fixed)
-    lane = digit.values[0]
+    lanes_ = digit.values
+    assert len(lanes_) == count
     if not rest:
-        lane += int(place.offset)
-        rest_place = Place()
+        lanes_ = tuple(lane + int(place.offset) for lane in lanes_)
+        bare = Place()
     else:
-        rest_place = Place((*rest, Fixed((0,), digit.size)), place.offset)
-    return (*position[:dim], rest_place, *position[dim + 1 :]), dim, lane
+        bare = Place((*rest, Fixed((0,), digit.size)), place.offset)
+    return (*position[:dim], bare, *position[dim + 1 :]), dim, lanes_
 
 
 def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple[int, ...]]:
@@ -205,6 +230,3 @@ def adjoint(found: Lanes) -> list[dict[tuple[View | None, int, int], float]]:
         for term in form:
             out[term.lane][(term.table, term.column, k)] = term.factor
     return out
-
-
-__all__ = ["Lanes", "Term", "Terms", "adjoint", "lanes", "rotation"]

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .axes import Fixed, Place, Position
+from .axes import Position, axes_in
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,13 @@ class Atom:
     node: torch.fx.Node | None = None
     position: Position = ()
     inner: Any = None
-    order: tuple[str, str, str] = field(init=False, compare=False, repr=False, default=("", "", ""))
+    order: tuple[str, str, int] = field(init=False, compare=False, repr=False, default=("", "", 0))
 
     def __post_init__(self) -> None:
         name = self.node.name if self.node is not None else ""
-        key = (self.kind, name, repr(self.position) + repr(self.inner))
-        object.__setattr__(self, "order", key)
+        object.__setattr__(
+            self, "order", (self.kind, name, hash((self.position, self.inner)))
+        )
 
 
 Terms: TypeAlias = dict[tuple[Atom, ...], float]
@@ -88,18 +89,10 @@ def summed(a: Terms, axes: tuple[str, ...]) -> Terms:
 
 
 def depends(atom: Atom, axes: tuple[str, ...]) -> bool:
-    return any(axis in repr(atom.order) for axis in axes)
-
-
-def at_lane(position: Position, lane: int) -> Position:
-    """The position of one lane of a group."""
-    return tuple(
-        Place(
-            tuple(
-                Fixed((d.values[lane],), d.size) if isinstance(d, Fixed) else d
-                for d in place.digits
-            ),
-            place.offset,
-        )
-        for place in position
-    )
+    if axes_in(atom.position) & set(axes):
+        return True
+    if atom.kind == "sum":
+        return any(depends(a, axes) for a in atom.inner[1])
+    if atom.kind == "tanh":
+        return any(depends(a, axes) for atoms, _ in atom.inner for a in atoms)
+    return False

@@ -6,6 +6,8 @@ a table once a layer). Everything that compares nodes compares the first node of
 
 from __future__ import annotations
 
+import math
+import struct
 from typing import Any
 
 import torch
@@ -54,11 +56,29 @@ def scalar_value(value: Any) -> float | None:
 
 
 def _rounded(node: Node, number: float) -> float:
-    """The number as the node's dtype holds it."""
-    dtype = node.meta["val"].dtype
+    return as_dtype(number, node.meta["val"].dtype)
+
+
+def as_dtype(number: float, dtype: torch.dtype) -> float:
+    """The number as a tensor of the dtype holds it; in plain Python, since a fake tensor mode is active in a pass."""
+    number = float(number)
     if dtype is torch.bool:
         return float(bool(number))
-    return float(torch.tensor(number, dtype=torch.float64).to(dtype).to(torch.float64))
+    if not dtype.is_floating_point:
+        return float(int(number)) if math.isfinite(number) else number
+    if dtype is torch.float64 or not math.isfinite(number):
+        return number
+    form = "e" if dtype is torch.float16 else "f"
+    try:
+        (number,) = struct.unpack(form, struct.pack(form, number))
+    except OverflowError:
+        return math.copysign(math.inf, number)
+    if dtype is not torch.bfloat16:
+        return number
+    (bits,) = struct.unpack("I", struct.pack("f", number))
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000  # round to nearest, ties to even
+    (number,) = struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))
+    return number
 
 
 class ValueNumbers:
