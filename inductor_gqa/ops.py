@@ -32,7 +32,11 @@ _library.define(
     f"attention_backward(Tensor grad_out, Tensor out, Tensor lse, bool needs_q, bool needs_k, bool needs_v, {ARGUMENTS})"
     " -> (Tensor, Tensor, Tensor)"
 )
+_library.define(
+    f"attention_weights({ARGUMENTS}, ScalarType weights_dtype) -> (Tensor, Tensor, Tensor)"
+)
 attention = torch.ops.inductor_gqa.attention.default
+attention_weights = torch.ops.inductor_gqa.attention_weights.default
 attention_backward = torch.ops.inductor_gqa.attention_backward.default
 
 
@@ -68,6 +72,21 @@ def _cpu_backward(grad_out: Tensor, out: Tensor, lse: Tensor, needs_q: bool, nee
     return cpu.attention_backward(grad_out, out, lse, (needs_q, needs_k, needs_v), *arguments(args))
 
 
+def _cpu_weights(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from . import reference
+
+    return reference.attention_weights(*arguments(args[:-1]), args[-1])
+
+
+def _cuda_weights(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from .kernels.weights_forward import weights_forward
+
+    q, k, v, named = arguments(args[:-1])
+    for absent in ("keep", "sink", "keep_scale", "softcap"):
+        del named[absent]
+    return weights_forward(q, k, v, weights_dtype=args[-1], **named)
+
+
 def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
     from .kernels.forward import attention_forward
 
@@ -84,6 +103,8 @@ def _cuda_backward(grad_out: Tensor, out: Tensor, lse: Tensor, needs_q: bool, ne
 
 _library.impl("attention", _cpu, "CPU")
 _library.impl("attention_backward", _cpu_backward, "CPU")
+_library.impl("attention_weights", _cpu_weights, "CPU")
+_library.impl("attention_weights", _cuda_weights, "CUDA")
 _library.impl("attention", _cuda, "CUDA")
 _library.impl("attention_backward", _cuda_backward, "CUDA")
 
@@ -92,6 +113,12 @@ _library.impl("attention_backward", _cuda_backward, "CUDA")
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     B, L, K, R, _ = q.shape
     return v.new_empty(B, L, K, R, v.shape[-1]), q.new_empty(B, K, R, L, dtype=torch.float32)
+
+
+@torch.library.register_fake("inductor_gqa::attention_weights", lib=_library)
+def _fake_weights(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = _fake(q, k, v)
+    return out, q.new_empty(*lse.shape, k.shape[1], dtype=rest[-1]), lse
 
 
 @torch.library.register_fake("inductor_gqa::attention_backward", lib=_library)
@@ -111,7 +138,7 @@ def _matmul_flops(q_shape: Any, k_shape: Any, v_shape: Any) -> tuple[int, int]:
     return scores * D, scores * v_shape[-1]
 
 
-@register_flop_formula(torch.ops.inductor_gqa.attention)
+@register_flop_formula([torch.ops.inductor_gqa.attention, torch.ops.inductor_gqa.attention_weights])
 def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *rest: Any, **kwargs: Any) -> int:
     """Two matmuls over all scores, hidden ones included."""
     return sum(_matmul_flops(q_shape, k_shape, v_shape))

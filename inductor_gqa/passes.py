@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
 
 from . import decide, report, rewrite
 from .patterns.anchors import Softmax, softmaxes
-from .patterns.attention import Forward, read_forward
+from .patterns.attention import Forward, arrangements, read_forward
 from .patterns.axes import Unread
 from .patterns.gradients import read_gradients
 from .patterns.summary import describe
@@ -81,6 +82,10 @@ def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
     site = found.site
     site.gradients = read_gradients(found, values)
     kept = rewrite.leftover(site)
+    if kept is not None and site.gradients is None and not site.softcap:
+        ends = arrangements(site.anchor, found.canonical, values)
+        site.weights = tuple(end for end in ends if rewrite.survivor(end.node, found.product))
+        kept = rewrite.leftover(site)
     if kept is not None:
         what = "returned" if kept.op == "output" else f"used by {kept}"
         raise Unread(f"the attention weights are {what}, accepted weights that nothing else needs")
@@ -147,8 +152,8 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
         if not record.fused:
             left.append(record)
     if changed:
-        graph.eliminate_dead_code()
-        graph.lint()
+        stable_topological_sort(graph)
+        graph.eliminate_dead_code()  # lints first
     return left
 
 

@@ -118,6 +118,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any]) -> tuple[Tenso
     return out.to(v.dtype).contiguous(), lse.to(torch.float32).contiguous()
 
 
+def attention_weights(
+    q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attention`, and the weights_BKRLS in `dtype` between out and lse."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    s, _, _ = _scores(q, k, a, wide)
+    p, lse = _weights(s, a["sink"])
+    out = torch.einsum("bkrls,bske->blkre", p, v.to(wide))
+    return out.to(v.dtype).contiguous(), p.to(dtype).contiguous(), lse.to(torch.float32).contiguous()
+
+
 def attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any], needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:

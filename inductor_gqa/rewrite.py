@@ -25,26 +25,25 @@ Groups = tuple[tuple[Digit, ...], ...]
 
 def leftover(site: Site) -> Node | None:
     """A node that would keep the weights alive although the site is replaced; None where nothing does."""
-    replaced = {target.node for target in _targets(site)}
-    known: dict[Node, Node | None] = {}
+    return survivor(site.anchor, *(target.node for target in _targets(site)))
 
-    def survivor(node: Node) -> Node | None:
-        if node in replaced:
-            return None
-        if node not in known:
-            known[node] = None  # a graph has no cycles; this only bounds the recursion on shared users
-            if node.op == "output" or node.is_impure() or not node.users:
-                known[node] = node
-            else:
-                found = (survivor(user) for user in node.users)
-                known[node] = next((n for n in found if n is not None), None)
-        return known[node]
 
-    return survivor(site.anchor)
+def survivor(node: Node, *replaced: Node) -> Node | None:
+    """A node that needs `node` by a way that does not pass through one of `replaced`; None where there is none."""
+    todo, seen = [node], {*replaced}
+    while todo:
+        reached = todo.pop()
+        if reached in seen:
+            continue
+        seen.add(reached)
+        if reached.op == "output" or reached.is_impure() or not reached.users:
+            return reached
+        todo += reached.users
+    return None
 
 
 def _targets(site: Site) -> Iterable[Target]:
-    yield from site.outputs
+    yield from (*site.outputs, *site.weights)
     if site.gradients is not None:
         yield from (*site.gradients.q, *site.gradients.k, *site.gradients.v)
 
@@ -88,10 +87,19 @@ def write(site: Site, precision: str) -> None:
     product = _matmul_before(forward_point)
     emit = Emitter(product, product)
     arguments = _arguments(site, axes, emit, precision)
-    made = emit.call(ops.attention, *arguments)
+    replacements: list[tuple[Node, Node]] = []
+    if site.weights:
+        dtypes = {target.node.meta["val"].dtype for target in site.weights}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        made = emit.call(ops.attention_weights, *arguments, dtype)
+        weights = emit.call(operator.getitem, made, 1)
+        # At the product, not at the targets, which may stand before it: the pass sorts the graph afterwards.
+        replacements += _results(site.weights, weights, axes.scores, product, product)
+    else:
+        made = emit.call(ops.attention, *arguments)
     out = emit.call(operator.getitem, made, 0)
-    lse = emit.call(operator.getitem, made, 1)
-    replacements = _results(site.outputs, out, axes.out, product)
+    lse = emit.call(operator.getitem, made, 2 if site.weights else 1)
+    replacements += _results(site.outputs, out, axes.out, product)
     if site.gradients is not None:
         replacements += _write_backward(site, axes, arguments, out, lse)
     for old, new in replacements:
@@ -206,13 +214,17 @@ def _bias(mask: Mask, axes: Axes, emit: Emitter) -> Node | None:
 
 
 def _results(
-    targets: tuple[Target, ...], made: Node, groups: Groups, origin: Node
+    targets: tuple[Target, ...],
+    made: Node,
+    groups: Groups,
+    origin: Node,
+    point: Node | None = None,
 ) -> list[tuple[Node, Node]]:
     """(old node, its replacement) for each target, as views of the op's result."""
     source = View(made, tuple(Place(group) for group in groups))
     out: list[tuple[Node, Node]] = []
     for target in targets:
-        emit = Emitter(target.node, origin)
+        emit = Emitter(point or target.node, origin)
         wanted = [tuple(d for d in place.digits if isinstance(d, Digit)) for place in target.position]
         node = emit.arrange(source, wanted)
         out.append((target.node, emit.cast(node, target.node.meta["val"].dtype)))

@@ -114,5 +114,6 @@ class Site:
     rotate_k: Rotation | None = None
     mask: Mask = field(default_factory=Mask)
     outputs: tuple[Target, ...] = ()
+    weights: tuple[Target, ...] = ()  # where the weights themselves are needed
     gradients: Gradients | None = None
     notes: tuple[str, ...] = ()

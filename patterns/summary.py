@@ -21,6 +21,8 @@ def describe(site: Site) -> str:
     parts = [f"{heads} of {dims}", _rotation(site), _mask(site.mask)]
     if site.softcap:
         parts.append(f"softcap {site.softcap:g}")
+    if site.weights:
+        parts.append("weights returned")
     if site.gradients is not None:
         found = site.gradients
         names = [n for n, t in (("q", found.q), ("k", found.k), ("v", found.v)) if t]
