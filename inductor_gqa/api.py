@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +54,7 @@ def is_enabled() -> bool:
 
 
 @contextmanager
-def enabled(*, always: bool = False, strict: bool = False) -> Iterator[None]:
+def enabled(*, always: bool = False, strict: bool = False) -> Generator[None, None, None]:
     """`enable()` for what is compiled (first called) inside the block; the setting before it comes back afterwards."""
     saved = inductor_config.joint_custom_pre_pass
     before = saved.before if isinstance(saved, AttentionPass) else saved
@@ -75,7 +77,9 @@ def _warn_if_compiled() -> None:
         )
 
 
-def explain(fn: Callable[..., Any], *args: Any, always: bool = True, **kwargs: Any) -> report.Report:
+def explain(
+    fn: Callable[..., Any], *args: Any, always: bool = True, **kwargs: Any
+) -> report.Report:
     """What would be fused in `fn(*args, **kwargs)`, and why the rest would be left.
 
     Compiles without code generation and without caches, runs the function once, and changes nothing else: neither the settings
@@ -93,15 +97,23 @@ def explain(fn: Callable[..., Any], *args: Any, always: bool = True, **kwargs: A
         enabled(always=always),
         inductor_config.patch(force_disable_caches=True),
         report.collected() as found,
+        warnings.catch_warnings(),
     ):
+        warnings.filterwarnings(
+            "ignore", message="dynamo_pgo"
+        )  # a consequence of the disabled caches
         torch.compile(_fresh(fn), backend=backend)(*args, **kwargs)
     return found
 
 
+_explained = itertools.count()
+
+
 def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A callable of its own, so that neither its compiled frames nor those of `fn` are reused for the other."""
+    """A callable with code of its own: Dynamo keys compiled frames, and its limit on recompiles, by code object."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
+    called.__code__ = called.__code__.replace(co_name=f"explained_{next(_explained)}")
     return called

@@ -37,7 +37,9 @@ def _additive_mask(q: Tensor, k: Tensor, a: Arguments) -> Tensor | None:
     """[B|1, H|1, L, S] in q's dtype, or None."""
     B, L, K, R, _ = q.shape
     S = k.shape[1]
-    hidden = reference.hidden_BKRLS(L, S, a["band_lo"], a["band_hi"], a["key_mask"], a["mask"], q.device)
+    hidden = reference.hidden_BKRLS(
+        L, S, a["band_lo"], a["band_hi"], a["key_mask"], a["mask"], q.device
+    )
     mask = a["bias"]
     if hidden is not None:
         fill = max(a["fill"], torch.finfo(q.dtype).min) if a["fill"] > -math.inf else -math.inf
@@ -61,7 +63,9 @@ def _heads_first(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor,
         tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
         q = reference.rotate(q, *tables, start, interleaved)
     if a["cos_k"] is not None:
-        k = reference.rotate(k, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved)
+        k = reference.rotate(
+            k, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved
+        )
 
     def repeated(x: Tensor) -> Tensor:
         shape = (B, x.shape[1], K, R, x.shape[-1])

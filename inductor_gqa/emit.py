@@ -11,7 +11,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._guards import detect_fake_mode
 
 from .patterns.axes import (
     Digit,
@@ -55,7 +54,7 @@ class Emitter:
         self.graph = point.graph
         self.point = point
         self.meta = {key: origin.meta[key] for key in INHERITED if key in origin.meta}
-        self.fake_mode = detect_fake_mode([n.meta.get("val") for n in self.graph.nodes])
+        self.fake_mode = getattr(origin.meta["val"], "fake_mode", None)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         value = self._value(target, args, kwargs)
@@ -173,10 +172,10 @@ class Emitter:
         else:
             shape = [self.size(n) for n in sizes]
         try:
-            self._value(aten.view.default, (node, shape), {})
-        except (RuntimeError, ValueError):
+            return self.call(aten.view.default, node, shape)
+        except (RuntimeError, ValueError):  # strides that no view can join
             node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return self.call(aten.view.default, node, shape)
+            return self.call(aten.view.default, node, shape)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         if node.meta["val"].dtype is dtype:

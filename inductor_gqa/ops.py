@@ -66,7 +66,15 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
     return cpu.attention(*arguments(args))
 
 
-def _cpu_backward(grad_out: Tensor, out: Tensor, lse: Tensor, needs_q: bool, needs_k: bool, needs_v: bool, *args: Any) -> Any:
+def _cpu_backward(
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    *args: Any,
+) -> Any:
     from . import cpu
 
     return cpu.attention_backward(grad_out, out, lse, (needs_q, needs_k, needs_v), *arguments(args))
@@ -94,7 +102,15 @@ def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
     return attention_forward(q, k, v, **named)
 
 
-def _cuda_backward(grad_out: Tensor, out: Tensor, lse: Tensor, needs_q: bool, needs_k: bool, needs_v: bool, *args: Any) -> Any:
+def _cuda_backward(
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    *args: Any,
+) -> Any:
     from .kernels.backward import attention_backward as launch
 
     q, k, v, named = arguments(args)
@@ -123,7 +139,13 @@ def _fake_weights(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
 
 @torch.library.register_fake("inductor_gqa::attention_backward", lib=_library)
 def _fake_backward(
-    grad_out: Tensor, out: Tensor, lse: Tensor, needs_q: bool, needs_k: bool, needs_v: bool, *args: Any
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     made = [
         x.new_empty(x.shape) if needed else x.new_empty(0)
@@ -146,7 +168,17 @@ def _flops(q_shape: Any, k_shape: Any, v_shape: Any, *rest: Any, **kwargs: Any) 
 
 @register_flop_formula(torch.ops.inductor_gqa.attention_backward)
 def _flops_backward(
-    g: Any, out: Any, lse: Any, nq: Any, nk: Any, nv: Any, q_shape: Any, k_shape: Any, v_shape: Any, *rest: Any, **kwargs: Any
+    g: Any,
+    out: Any,
+    lse: Any,
+    nq: Any,
+    nk: Any,
+    nv: Any,
+    q_shape: Any,
+    k_shape: Any,
+    v_shape: Any,
+    *rest: Any,
+    **kwargs: Any,
 ) -> int:
     """Five matmuls: scores again, dP, dV, dQ, dK."""
     scores, values = _matmul_flops(q_shape, k_shape, v_shape)

@@ -133,28 +133,36 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
         return []
     values = ValueNumbers(graph)
     left: list[report.Record] = []
-    changed = False
-    for softmax in found:
+    replaced: set[torch.fx.Node] = set()
+    plans = [(softmax, *_timed(softmax, values, settings)) for softmax in found]
+    for softmax, site, reason, seconds in plans:
         start = time.perf_counter()
-        if changed:
-            values = ValueNumbers(graph)  # nodes that were replaced are values no more
-        site, reason = _considered(softmax, values, settings)
+        if site is not None and rewrite.tensors(site) & replaced:
+            # It reads what an earlier site has replaced, as where one attention's output is the next one's values.
+            site, reason, _ = _timed(softmax, ValueNumbers(graph), settings)
         if site is not None and reason is None:
             try:
-                rewrite.write(site, matmul_precision())
-                changed = True
+                replaced |= rewrite.write(site, matmul_precision())
             except Unread as why:
                 reason = str(why)
-        record = _record(softmax, site, reason, graph, time.perf_counter() - start)
+        seconds += time.perf_counter() - start
+        record = _record(softmax, site, reason, graph, seconds)
         if record is None:
             continue
         report.add(record)
         if not record.fused:
             left.append(record)
-    if changed:
+    if replaced:
         stable_topological_sort(graph)
         graph.eliminate_dead_code()  # lints first
     return left
+
+
+def _timed(
+    softmax: Softmax, values: ValueNumbers, settings: Settings
+) -> tuple[Site | None, str | None, float]:
+    start = time.perf_counter()
+    return *_considered(softmax, values, settings), time.perf_counter() - start
 
 
 def _considered(
@@ -164,7 +172,9 @@ def _considered(
         site = read(softmax, values)
     except Unread as why:
         return None, str(why)
-    except Exception as why:  # a reader must never break a user's compile; the record says what happened
+    except (
+        Exception
+    ) as why:  # a reader must never break a user's compile; the record says what happened
         log.warning("reading an attention failed, it is left as it is", exc_info=True)
         return None, f"internal error while reading: {why!r}"
     reason = decide.unsupported(site)

@@ -73,7 +73,9 @@ def hidden_BKRLS(
     return hidden
 
 
-def _scores(q: Tensor, k: Tensor, a: dict[str, Any], wide: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _scores(
+    q: Tensor, k: Tensor, a: dict[str, Any], wide: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(scores as the softmax sees them, derivative of the softcap or None, hidden or None)."""
     if a["cos_q"] is not None:
         tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
@@ -95,16 +97,24 @@ def _scores(q: Tensor, k: Tensor, a: dict[str, Any], wide: torch.dtype) -> tuple
             s = torch.where(hidden, s + a["fill"], s)
         else:
             # One value for all hidden scores: -inf drops them, an absorbing one leaves a row without a visible key uniform.
-            s = s.masked_fill(hidden, max(a["fill"], torch.finfo(wide).min) if a["fill"] > -math.inf else -math.inf)
+            s = s.masked_fill(
+                hidden,
+                max(a["fill"], torch.finfo(wide).min) if a["fill"] > -math.inf else -math.inf,
+            )
     return s, slope, hidden
 
 
 def _weights(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(softmax over the keys, log2 of its denominator)."""
-    natural = torch.logsumexp(s, -1)
-    if sink is not None:
-        natural = torch.logaddexp(natural, sink.to(s.dtype)[None, :, :, None])
-    return torch.exp(s - natural[..., None]), natural * LOG2E
+    """(softmax over the keys, log2 of its denominator).
+
+    The softmax is not made from the denominator: where all scores are finfo.min, adding a logarithm to them changes nothing.
+    """
+    if sink is None:
+        return torch.softmax(s, -1), torch.logsumexp(s, -1) * LOG2E
+    with_sink = torch.cat(
+        (s, sink.to(s.dtype)[None, :, :, None, None].expand(*s.shape[:-1], 1)), -1
+    )
+    return torch.softmax(with_sink, -1)[..., :-1], torch.logsumexp(with_sink, -1) * LOG2E
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -126,7 +136,11 @@ def attention_weights(
     s, _, _ = _scores(q, k, a, wide)
     p, lse = _weights(s, a["sink"])
     out = torch.einsum("bkrls,bske->blkre", p, v.to(wide))
-    return out.to(v.dtype).contiguous(), p.to(dtype).contiguous(), lse.to(torch.float32).contiguous()
+    return (
+        out.to(v.dtype).contiguous(),
+        p.to(dtype).contiguous(),
+        lse.to(torch.float32).contiguous(),
+    )
 
 
 def attention_backward(
@@ -151,7 +165,9 @@ def attention_backward(
     if needs[0]:
         turned = k
         if a["cos_k"] is not None:
-            turned = rotate(k, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved)
+            turned = rotate(
+                k, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved
+            )
         wide_dq = torch.einsum("bkrls,bskd->blkrd", ds, turned.to(wide))
         if a["cos_q"] is not None:
             tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
@@ -164,6 +180,8 @@ def attention_backward(
             turned = rotate(q, *tables, start, interleaved)
         wide_dk = torch.einsum("bkrls,blkrd->bskd", ds, turned.to(wide))
         if a["cos_k"] is not None:
-            wide_dk = unrotate(wide_dk, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved)
+            wide_dk = unrotate(
+                wide_dk, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved
+            )
         dk = wide_dk.to(k.dtype).contiguous()
     return dq, dk, dv.contiguous()

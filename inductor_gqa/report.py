@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -52,12 +52,19 @@ class Report:
             return "no attention found"
         rows = [("place", "", "graph", "what was recognised, or why it was left")]
         rows += [
-            (s.place, "fused" if s.fused else "left", s.direction, s.summary if s.fused else s.reason or "")
+            (
+                s.place,
+                "fused" if s.fused else "left",
+                s.direction,
+                s.summary if s.fused else s.reason or "",
+            )
             for s in self.sites
         ]
         widths = [max(len(row[k]) for row in rows) for k in range(3)]
         lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
+            "  ".join(
+                [*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]
+            ).rstrip()
             for row in rows
         ]
         lines.insert(1, "  ".join("-" * w for w in (*widths, 40)))
@@ -75,7 +82,7 @@ _seconds = 0.0
 
 
 @contextmanager
-def collected() -> Iterator[Report]:
+def collected() -> Generator[Report, None, None]:
     """Collects the records of the passes that run inside."""
     report = Report()
     with _lock:

@@ -80,8 +80,8 @@ class Axes:
         return self.batch, self.heads, self.group, self.i, self.j
 
 
-def write(site: Site, precision: str) -> None:
-    """Inserts the ops and hands their results to the users of what they replace."""
+def write(site: Site, precision: str) -> set[Node]:
+    """Inserts the ops and hands their results to the users of what they replace; returns what was replaced."""
     axes = Axes(site)
     forward_point = _first(target.node for target in site.outputs)
     product = _matmul_before(forward_point)
@@ -104,6 +104,19 @@ def write(site: Site, precision: str) -> None:
         replacements += _write_backward(site, axes, arguments, out, lse)
     for old, new in replacements:
         old.replace_all_uses_with(new)
+    return {old for old, _ in replacements}
+
+
+def tensors(site: Site) -> set[Node]:
+    """The nodes of the graph that the ops will read."""
+    views = [site.q, site.k, site.v, *site.mask.bias]
+    views += [view for view, _ in (*site.mask.keys, *site.mask.tensors)]
+    for turn in (site.rotate_q, site.rotate_k):
+        if turn is not None:
+            views += [turn.cos.view, turn.sin.view]
+    if site.gradients is not None:
+        views.append(site.gradients.grad_out)
+    return {view.node for view in views}
 
 
 def _first(nodes: Iterable[Node]) -> Node:
@@ -225,7 +238,9 @@ def _results(
     out: list[tuple[Node, Node]] = []
     for target in targets:
         emit = Emitter(point or target.node, origin)
-        wanted = [tuple(d for d in place.digits if isinstance(d, Digit)) for place in target.position]
+        wanted = [
+            tuple(d for d in place.digits if isinstance(d, Digit)) for place in target.position
+        ]
         node = emit.arrange(source, wanted)
         out.append((target.node, emit.cast(node, target.node.meta["val"].dtype)))
     return out

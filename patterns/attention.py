@@ -100,9 +100,7 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         rotate_q=turns[0],
         rotate_k=turns[1],
         mask=mask,
-        outputs=arrangements(
-            product_, out_names.apply(operands.matmul_axes(product_)[2]), values
-        ),
+        outputs=arrangements(product_, out_names.apply(operands.matmul_axes(product_)[2]), values),
     )
     return Forward(site, canonical, product_, read, q, k, *lanes)
 
@@ -191,7 +189,9 @@ def _shape(turn: Rotation) -> tuple[int, int, bool]:
     return turn.start, turn.width, turn.interleaved
 
 
-def read_lanes(operand: Operand, row: str | None, head_dim: int, values: ValueNumbers) -> rotation.Lanes:
+def read_lanes(
+    operand: Operand, row: str | None, head_dim: int, values: ValueNumbers
+) -> rotation.Lanes:
     """The operand's lanes over the lanes of one tensor."""
     position = operands.fixed_lanes(operand.position, "d", lane_place(0, head_dim, head_dim))
     reader = Elements(values, row_axis=row)
@@ -249,7 +249,9 @@ def grouped(
     batch_like: set[Digit] = set()
     for turn in turns:
         if turn is not None:
-            batch_like |= covered(turn.cos.view.position, atoms) | covered(turn.sin.view.position, atoms)
+            batch_like |= covered(turn.cos.view.position, atoms) | covered(
+                turn.sin.view.position, atoms
+            )
     for view, _ in mask.keys:
         batch_like |= covered(view.position, atoms)
     split = len(shared)

@@ -143,7 +143,9 @@ def cut(digit: Digit | Fixed, low: Size) -> tuple[Digit | Fixed, Digit | Fixed]:
     return Digit(digit.axis, digit.stride * low, high), Digit(digit.axis, digit.stride, low)
 
 
-def regroup(digits: Sequence[Digit | Fixed], shape: Sequence[Size]) -> list[tuple[Digit | Fixed, ...]]:
+def regroup(
+    digits: Sequence[Digit | Fixed], shape: Sequence[Size]
+) -> list[tuple[Digit | Fixed, ...]]:
     """Row-major digits dealt out to dims of the given sizes, cutting a digit where a dim ends inside it."""
     flat = list(digits)
     out: list[tuple[Digit | Fixed, ...]] = []
@@ -279,8 +281,9 @@ def covered(position: Position, atoms: list[Digit]) -> set[Digit]:
 
 
 def _within(atom: Digit, digit: Digit) -> bool:
-    low, high = quotient(atom.stride, digit.stride), quotient(
-        digit.stride * digit.size, atom.stride * atom.size
+    low, high = (
+        quotient(atom.stride, digit.stride),
+        quotient(digit.stride * digit.size, atom.stride * atom.size),
     )
     return low is not None and high is not None
 

@@ -91,9 +91,7 @@ def step(node: Node, position: Position, casts: bool = True) -> tuple[Node, Posi
         return source, _unsqueezed(position, len(position), shape, node)
     if op is aten.expand.default:
         tail = position[len(position) - rank :]
-        return source, tuple(
-            Place() if same(n, 1) else p for n, p in zip(shape, tail, strict=True)
-        )
+        return source, tuple(Place() if same(n, 1) else p for n, p in zip(shape, tail, strict=True))
     if op is aten.slice.Tensor:
         return _step_slice(node, source, shape, position)
     if op is aten.select.int:
@@ -210,9 +208,7 @@ def _index(value: Any) -> Size | None:
     return size_of(value) if isinstance(value, int | torch.SymInt) else None
 
 
-def _unsqueezed(
-    position: Position, rank: int, shape: tuple[Size, ...], node: Node
-) -> Position:
+def _unsqueezed(position: Position, rank: int, shape: tuple[Size, ...], node: Node) -> Position:
     n = len(shape)
     if node.target is aten.squeeze.default:
         dims = {d for d in range(n) if same(shape[d], 1)}

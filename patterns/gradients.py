@@ -135,9 +135,7 @@ def _weights_gradient(
             a, b = operands.operands(matmul)
             contracted = shape_of(a)[-1]
             operands.free_axis("c", contracted, "e", names)
-            views = [
-                operands.view(n, names.apply(place)) for n, place in ((a, left), (b, right))
-            ]
+            views = [operands.view(n, names.apply(place)) for n, place in ((a, left), (b, right))]
             for value, grad in (views, views[::-1]):
                 if _same_view(value, forward.site.v, values):
                     return matmul, at, grad
@@ -174,9 +172,7 @@ def _score_gradients(
     for matmul, side in _reached_matmuls(dp):
         left, right, result = operands.matmul_axes(matmul)
         a, b = operands.operands(matmul)
-        z, at_z, x, at_x, free = (
-            (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
-        )
+        z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
         names = _proven(forward, z, at_z, dp, dp_position, values)
         dim = shape_of(x)[-1 if free == "r" else -2]
         operands.free_axis(free, dim, "d", names)
@@ -237,9 +233,7 @@ def _proven(
     return names
 
 
-def _derivative(
-    forward: Forward, reader: Elements, dp: Node, dp_position: Position
-) -> Terms:
+def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Position) -> Terms:
     """scale * P (dP - rowsum(P dP)), with what the mask and the softcap make of it."""
     weights, canonical = forward.site.anchor, forward.canonical
     p, g = reader.at(weights, canonical), reader.at(dp, dp_position)

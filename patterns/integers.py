@@ -183,9 +183,7 @@ class Integers:
 
 def _mentions(formula: Linear, digit: Digit) -> bool:
     """Whether a loaded element depends on the digit: then a value at one position says nothing of the formula."""
-    return any(
-        isinstance(key, Atom) and repr(digit) in repr(key.position) for key in formula
-    )
+    return any(isinstance(key, Atom) and repr(digit) in repr(key.position) for key in formula)
 
 
 def indexed(reader: Integers, node: Node, position: Position) -> tuple[Node, Position] | None:
@@ -225,9 +223,7 @@ COMPARISONS = {
 }
 
 
-def compared(
-    reader: Integers, node: Node, position: Position
-) -> tuple[str, Linear] | None:
+def compared(reader: Integers, node: Node, position: Position) -> tuple[str, Linear] | None:
     """("ge" | "eq" | "ne", x): the comparison of whole numbers as x >= 0, x == 0 or x != 0."""
     a = reader.operand(node.args[0], position)
     b = reader.operand(node.args[1], position)

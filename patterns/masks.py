@@ -42,7 +42,7 @@ def read(
         if found:
             clauses += found
             fills.append((fill, False))
-    if len(set(fills)) > 1 or len(fills) > 1 and fills[0][0] != -math.inf:
+    if len(set(fills)) > 1 or (len(fills) > 1 and fills[0][0] != -math.inf):
         return _as_tensors(scores, fills)
     mask = _classified(clauses, batch_axes, lengths)
     fill, adds = fills[0] if fills else (-math.inf, False)

@@ -49,7 +49,9 @@ ORS = {aten.bitwise_or.Tensor, aten.logical_or.default}
 NOTS = {aten.bitwise_not.default, aten.logical_not.default}
 
 
-def conjunction(reader: Integers, node: Node, position: Position, positive: bool = True) -> Conjunction:
+def conjunction(
+    reader: Integers, node: Node, position: Position, positive: bool = True
+) -> Conjunction:
     """The boolean element as a conjunction of clauses; NEVER where it is false whatever the position."""
     constant = scalar_value(node)
     if constant is not None:

@@ -182,7 +182,9 @@ def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rot
     if sorted(own) != list(range(start, start + width)):
         raise Unread("the turned lanes are not one run")
     lanes_ = range(start, start + width)
-    half = all(own[x][0] == (x + width // 2 if x < start + width // 2 else x - width // 2) for x in lanes_)
+    half = all(
+        own[x][0] == (x + width // 2 if x < start + width // 2 else x - width // 2) for x in lanes_
+    )
     next_to = all(own[x][0] == start + ((x - start) ^ 1) for x in lanes_)
     if width % 2 or not (half or next_to):
         raise Unread("the lanes turn in pairs that are neither halves nor neighbours")
@@ -215,7 +217,9 @@ def _table(view: View, terms: list[Term]) -> Table:
         if used == pattern:
             break
     else:
-        raise Unread("the columns of a rotation table are used in an order that is none of the known")
+        raise Unread(
+            "the columns of a rotation table are used in an order that is none of the known"
+        )
     dim, place = terms[0].table_dim, view.position[terms[0].table_dim]
     if place.digits:
         raise Unread("the columns of a rotation table share a dim with another axis")

@@ -86,9 +86,7 @@ def _outer(
     return step(node, position)
 
 
-def _scaled(
-    node: Node, position: Position, stages: list[_Stage]
-) -> tuple[Node, Position] | None:
+def _scaled(node: Node, position: Position, stages: list[_Stage]) -> tuple[Node, Position] | None:
     a, b = node.args[0], node.args[1]
     divides = node.target in (aten.div.Tensor, aten.div.Scalar)
     for value, other in ((b, a), (a, b)):
@@ -149,9 +147,7 @@ def _is_max_of(value: Node, scores: Node) -> bool:
     return False
 
 
-def _filled(
-    node: Node, position: Position, stages: list[_Stage]
-) -> tuple[Node, Position] | None:
+def _filled(node: Node, position: Position, stages: list[_Stage]) -> tuple[Node, Position] | None:
     condition, a, b = node.args
     if not isinstance(condition, Node):
         return None
@@ -227,7 +223,9 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
             if not capped and any(s.kind == "tanh" for s in stages):
                 out.softcap = outer
         elif stage.kind == "scale_tensor":
-            if out.scale_tensor is not None or (not capped and any(s.kind == "tanh" for s in stages)):
+            if out.scale_tensor is not None or (
+                not capped and any(s.kind == "tanh" for s in stages)
+            ):
                 raise Unread("the scores are multiplied by two tensors, accepted one")
             assert stage.tensor is not None
             out.scale_tensor = stage.tensor.node
@@ -243,7 +241,9 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
             if capped:
                 raise Unread("a mask inside the softcap")
             if outer != 1.0 or out.scale_tensor is not None:
-                raise Unread(f"the scores are multiplied by {outer} after the mask, accepted before")
+                raise Unread(
+                    f"the scores are multiplied by {outer} after the mask, accepted before"
+                )
             if stage.kind == "add":
                 out.added.append(stage.tensor)
             else:

@@ -25,9 +25,7 @@ class Atom:
 
     def __post_init__(self) -> None:
         name = self.node.name if self.node is not None else ""
-        object.__setattr__(
-            self, "order", (self.kind, name, hash((self.position, self.inner)))
-        )
+        object.__setattr__(self, "order", (self.kind, name, hash((self.position, self.inner))))
 
 
 Terms: TypeAlias = dict[tuple[Atom, ...], float]
