@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .patterns.axes import product
+from .patterns.given import Given
 from .site import Site
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -21,10 +22,10 @@ MAX_HEAD_DIM = 256
 SMALLEST = {"cuda": 128 * 128, "cpu": 512 * 512}
 
 
-def unsupported(site: Site) -> str | None:
+def unsupported(site: Site | Given) -> str | None:
     """Why the kernels cannot compute the site, or None."""
     device = site.anchor.meta["val"].device
-    dtypes = {view.dtype for view in (site.q, site.k, site.v)}
+    dtypes = {view.dtype for view in (site.q, site.k, site.v) if view is not None}
     if device.type not in SMALLEST:
         return f"device is {device.type}, accepted {' and '.join(sorted(SMALLEST))}"
     if not dtypes <= set(DTYPES) and not (device.type == "cpu" and dtypes == {torch.float64}):
@@ -32,14 +33,14 @@ def unsupported(site: Site) -> str | None:
     for name, dim in (("head dim", site.head_dim), ("value dim", site.value_dim)):
         if device.type == "cuda" and (dim > MAX_HEAD_DIM or dim % 8 or dim < 16):
             return f"{name} is {dim}, accepted multiples of 8 from 16 to {MAX_HEAD_DIM}"
-    if site.scale_tensor is not None and site.scale_tensor.meta["val"].device.type != "cpu":
+    if isinstance(site, Site) and site.scale_tensor is not None and site.scale_tensor.meta["val"].device.type != "cpu":
         return f"the scale is a tensor on {device.type}, accepted a number or a tensor on the CPU"
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return None
 
 
-def unprofitable(site: Site) -> str | None:
+def unprofitable(site: Site | Given) -> str | None:
     """Why fusing would not pay, or None; symbolic lengths are judged by the sizes that were seen first."""
     device = site.anchor.meta["val"].device.type
     scores = hint(product((site.query_length, site.key_length)))

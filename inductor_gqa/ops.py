@@ -1,4 +1,4 @@
-"""The two ops that a fused site becomes: `inductor_gqa::attention` and `inductor_gqa::attention_backward`.
+"""The ops that a fused site becomes: `inductor_gqa::attention`, `attention_weights`, `attention_backward`, `weights_backward`.
 
 Functional, without aliasing, with fake implementations, so that the partitioner, activation checkpointing, dynamic shapes and CUDA
 graphs see ordinary nodes. Inputs are what the projections made, with whatever strides they have; the meaning is `reference.attention`.
@@ -35,6 +35,13 @@ _library.define(
 _library.define(
     f"attention_weights({ARGUMENTS}, ScalarType weights_dtype) -> (Tensor, Tensor, Tensor)"
 )
+_library.define(
+    "weights_backward(Tensor grad_out, Tensor weights, Tensor q, Tensor k, Tensor v, Tensor? cos_q, "
+    "Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, float scale, int group, int rope_start, "
+    "bool rope_interleaved, str precision, bool needs_q, bool needs_k, bool needs_v) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+weights_backward = torch.ops.inductor_gqa.weights_backward.default
 attention = torch.ops.inductor_gqa.attention.default
 attention_weights = torch.ops.inductor_gqa.attention_weights.default
 attention_backward = torch.ops.inductor_gqa.attention_backward.default
@@ -117,6 +124,38 @@ def _cuda_backward(
     return launch(grad_out, q, k, v, out, lse, needs=(needs_q, needs_k, needs_v), **named)
 
 
+def _cpu_weights_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from . import reference
+
+    return reference.weights_backward(*args[:13], *args[14:])
+
+
+def _cuda_weights_backward(
+    grad_out: Tensor, weights: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .kernels.weights_backward import weights_backward as launch
+
+    cos_q, sin_q, cos_k, sin_k, scale, group, start, interleaved, precision, *needs = rest
+    tables = {"cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k}
+    B = q.shape[0]
+    return launch(
+        grad_out,
+        weights,
+        q,
+        k,
+        v,
+        **{name: None if t is None else t.expand(B, -1, -1) for name, t in tables.items()},
+        scale=scale,
+        group=group,
+        rope_start=start,
+        rope_interleaved=interleaved,
+        needs=tuple(needs),
+        precision=precision,
+    )
+
+
+_library.impl("weights_backward", _cpu_weights_backward, "CPU")
+_library.impl("weights_backward", _cuda_weights_backward, "CUDA")
 _library.impl("attention", _cpu, "CPU")
 _library.impl("attention_backward", _cpu_backward, "CPU")
 _library.impl("attention_weights", _cpu_weights, "CPU")
@@ -152,6 +191,26 @@ def _fake_backward(
         for x, needed in zip(args[:3], (needs_q, needs_k, needs_v), strict=True)
     ]
     return made[0], made[1], made[2]
+
+
+@torch.library.register_fake("inductor_gqa::weights_backward", lib=_library)
+def _fake_weights_backward(
+    grad_out: Tensor, weights: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    group, needs = rest[5], rest[-3:]
+    B, S, H, D = k.shape
+    shapes = (q.shape, (B, S, H // group, D), (B, S, H // group, v.shape[-1]))
+    made = [
+        q.new_empty(shape if needed else 0) for shape, needed in zip(shapes, needs, strict=True)
+    ]
+    return made[0], made[1], made[2]
+
+
+@register_flop_formula(torch.ops.inductor_gqa.weights_backward)
+def _flops_weights(g: Any, p: Any, q_shape: Any, k_shape: Any, v_shape: Any, *a: Any, **kw: Any) -> int:
+    """Four matmuls over all scores: dP, dV, dQ, dK."""
+    B, L, H, D = q_shape
+    return 4 * B * H * L * k_shape[1] * (D + v_shape[-1])
 
 
 def _matmul_flops(q_shape: Any, k_shape: Any, v_shape: Any) -> tuple[int, int]:

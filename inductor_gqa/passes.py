@@ -19,12 +19,14 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from . import decide, report, rewrite
-from .patterns.anchors import Softmax, softmaxes
+from . import decide, report, rewrite, rewrite_given
+from .patterns.anchors import Softmax, row_sums, softmaxes
 from .patterns.attention import Forward, arrangements, read_forward
 from .patterns.axes import Unread
+from .patterns.given import Given, read_given
 from .patterns.gradients import read_gradients
-from .patterns.summary import describe
+from .patterns.operands import MATMULS, moved_users
+from .patterns.summary import describe, describe_given
 from .patterns.values import ValueNumbers
 from .site import Site
 
@@ -126,27 +128,33 @@ class AttentionPass(CustomGraphPass):
             raise NotFused("\n".join(str(record) for record in left))
 
 
+Anchor = Softmax | torch.fx.Node  # a softmax, or the row sum of a softmax's gradient that stands alone
+
+
 def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     """Replaces every attention of the graph that is read, supported and worth it; returns the records of the others."""
-    found = _guarded(lambda: softmaxes(graph), "searching the graph")
-    if not found:
+    found: list[Anchor] = _guarded(lambda: softmaxes(graph), "searching the graph") or []
+    sums: list[torch.fx.Node] = _guarded(lambda: row_sums(graph), "searching the graph") or []
+    if not found and not sums:
         return []
     values = ValueNumbers(graph)
+    plans = [(anchor, *_timed(anchor, values, settings)) for anchor in found]
+    if not any(isinstance(site, Site) and site.gradients for _, site, _, _ in plans):
+        # The row sums of sites that were read with their backward belong to those.
+        plans += [(anchor, *_timed(anchor, values, settings)) for anchor in sums]
     left: list[report.Record] = []
     replaced: set[torch.fx.Node] = set()
-    plans = [(softmax, *_timed(softmax, values, settings)) for softmax in found]
-    for softmax, site, reason, seconds in plans:
+    for anchor, site, reason, seconds in plans:
         start = time.perf_counter()
-        if site is not None and rewrite.tensors(site) & replaced:
+        if site is not None and _tensors(site) & replaced:
             # It reads what an earlier site has replaced, as where one attention's output is the next one's values.
-            site, reason, _ = _timed(softmax, ValueNumbers(graph), settings)
+            site, reason, _ = _timed(anchor, ValueNumbers(graph), settings)
         if site is not None and reason is None:
             try:
-                replaced |= rewrite.write(site, matmul_precision())
+                replaced |= _write(site)
             except Unread as why:
                 reason = str(why)
-        seconds += time.perf_counter() - start
-        record = _record(softmax, site, reason, graph, seconds)
+        record = _record(anchor, site, reason, graph, seconds + time.perf_counter() - start)
         if record is None:
             continue
         report.add(record)
@@ -158,23 +166,30 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     return left
 
 
+def _tensors(site: Site | Given) -> set[torch.fx.Node]:
+    return rewrite.tensors(site) if isinstance(site, Site) else rewrite_given.tensors(site)
+
+
+def _write(site: Site | Given) -> set[torch.fx.Node]:
+    write = rewrite.write if isinstance(site, Site) else rewrite_given.write
+    return write(site, matmul_precision())  # type: ignore[arg-type]
+
+
 def _timed(
-    softmax: Softmax, values: ValueNumbers, settings: Settings
-) -> tuple[Site | None, str | None, float]:
+    anchor: Anchor, values: ValueNumbers, settings: Settings
+) -> tuple[Site | Given | None, str | None, float]:
     start = time.perf_counter()
-    return *_considered(softmax, values, settings), time.perf_counter() - start
+    return *_considered(anchor, values, settings), time.perf_counter() - start
 
 
 def _considered(
-    softmax: Softmax, values: ValueNumbers, settings: Settings
-) -> tuple[Site | None, str | None]:
+    anchor: Anchor, values: ValueNumbers, settings: Settings
+) -> tuple[Site | Given | None, str | None]:
     try:
-        site = read(softmax, values)
+        site = read(anchor, values) if isinstance(anchor, Softmax) else _given(anchor, values)
     except Unread as why:
         return None, str(why)
-    except (
-        Exception
-    ) as why:  # a reader must never break a user's compile; the record says what happened
+    except Exception as why:  # a reader must never break a user's compile; the record says what happened
         log.warning("reading an attention failed, it is left as it is", exc_info=True)
         return None, f"internal error while reading: {why!r}"
     reason = decide.unsupported(site)
@@ -183,26 +198,39 @@ def _considered(
     return site, reason
 
 
+def _given(total: torch.fx.Node, values: ValueNumbers) -> Given:
+    given = read_given(total, values)
+    kept = rewrite_given.leftover(given)
+    if kept is not None:
+        raise Unread(f"the gradient of the weights is used by {kept}")
+    return given
+
+
 def _record(
-    softmax: Softmax, site: Site | None, reason: str | None, graph: torch.fx.Graph, seconds: float
+    anchor: Anchor,
+    site: Site | Given | None,
+    reason: str | None,
+    graph: torch.fx.Graph,
+    seconds: float,
 ) -> report.Record | None:
-    if site is None and not _feeds_matmul(softmax):
-        return None  # a softmax that is no attention: a classifier, a router
+    if site is None and not (isinstance(anchor, Softmax) and _feeds_matmul(anchor)):
+        return None  # a softmax that is no attention (a classifier, a router), or a row sum of something else
     training = any("tangents" in n.name for n in graph.nodes if n.op == "placeholder")
+    summary = ""
+    if site is not None:
+        summary = describe(site) if isinstance(site, Site) else describe_given(site)
     return report.Record(
-        report.place_of(softmax.weights),
+        report.place_of(anchor.weights if isinstance(anchor, Softmax) else anchor),
         reason is None,
-        describe(site) if site is not None else "",
+        summary,
         reason,
         "training" if training else "inference",
-        site is not None and site.gradients is not None,
+        isinstance(site, Given) or (site is not None and site.gradients is not None),
         seconds,
     )
 
 
 def _feeds_matmul(softmax: Softmax) -> bool:
-    from .patterns.operands import MATMULS, moved_users
-
     return any(user.target in MATMULS for _, user in moved_users(softmax.weights, ()))
 
 

@@ -185,3 +185,43 @@ def attention_backward(
             )
         dk = wide_dk.to(k.dtype).contiguous()
     return dq, dk, dv.contiguous()
+
+
+def weights_backward(
+    grad_out: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_q: Tensor | None,
+    sin_q: Tensor | None,
+    cos_k: Tensor | None,
+    sin_k: Tensor | None,
+    scale: float,
+    group: int,
+    start: int,
+    interleaved: bool,
+    *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward from given weights_BHLS: q_BLHD, k_BSHD, v_BSHE have all H heads, the gradients of k and v are summed
+    over groups of `group` heads; then the adjoint of the rotation that cos and sin describe."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    g, p = grad_out.to(wide), weights.to(wide)
+    dp = torch.einsum("blhe,bshe->bhls", g, v.to(wide))
+    ds = scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+    out: list[Tensor] = []
+    for needed, spelled, left, right, x, cos, sin in (
+        (needs[0], "bhls,bshd->blhd", ds, k, q, cos_q, sin_q),
+        (needs[1], "bhls,blhd->bshd", ds, q, k, cos_k, sin_k),
+        (needs[2], "bhls,blhe->bshe", p, grad_out, v, None, None),
+    ):
+        if not needed:
+            out.append(q.new_empty(0))
+            continue
+        made = torch.einsum(spelled, left, right.to(wide))
+        if x is not q and group > 1:
+            made = made.unflatten(2, (-1, group)).sum(3)
+        if cos is not None and sin is not None:
+            made = unrotate(made, cos[:, :, None], sin[:, :, None], start, interleaved)
+        out.append(made.to(x.dtype).contiguous())
+    return out[0], out[1], out[2]

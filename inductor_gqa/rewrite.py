@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from . import ops
+from . import ops, tables
 from .emit import Emitter
-from .patterns.axes import Digit, Place, Size, same, size_of
+from .patterns.axes import Digit, Place, Size, same
 from .patterns.operands import MATMULS
-from .site import Mask, Rotation, Site, Target, View
+from .site import Mask, Site, Target, View
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -83,7 +83,7 @@ class Axes:
 def write(site: Site, precision: str) -> set[Node]:
     """Inserts the ops and hands their results to the users of what they replace; returns what was replaced."""
     axes = Axes(site)
-    forward_point = _first(target.node for target in site.outputs)
+    forward_point = first(target.node for target in site.outputs)
     product = _matmul_before(forward_point)
     emit = Emitter(product, product)
     arguments = _arguments(site, axes, emit, precision)
@@ -94,12 +94,12 @@ def write(site: Site, precision: str) -> set[Node]:
         made = emit.call(ops.attention_weights, *arguments, dtype)
         weights = emit.call(operator.getitem, made, 1)
         # At the product, not at the targets, which may stand before it: the pass sorts the graph afterwards.
-        replacements += _results(site.weights, weights, axes.scores, product, product)
+        replacements += results(site.weights, weights, axes.scores, product, product)
     else:
         made = emit.call(ops.attention, *arguments)
     out = emit.call(operator.getitem, made, 0)
     lse = emit.call(operator.getitem, made, 2 if site.weights else 1)
-    replacements += _results(site.outputs, out, axes.out, product)
+    replacements += results(site.outputs, out, axes.out, product)
     if site.gradients is not None:
         replacements += _write_backward(site, axes, arguments, out, lse)
     for old, new in replacements:
@@ -119,7 +119,7 @@ def tensors(site: Site) -> set[Node]:
     return {view.node for view in views}
 
 
-def _first(nodes: Iterable[Node]) -> Node:
+def first(nodes: Iterable[Node]) -> Node:
     order = {}
     chosen: Node | None = None
     for node in nodes:
@@ -143,8 +143,8 @@ def _arguments(site: Site, axes: Axes, emit: Emitter, precision: str) -> list[An
         emit.cast(emit.arrange(view, groups, expand=True), wide)
         for view, groups in ((site.q, axes.q), (site.k, axes.k), (site.v, axes.v))
     )
-    cos_q, sin_q = _tables(site.rotate_q, axes.batch, axes.i, emit)
-    cos_k, sin_k = _tables(site.rotate_k, axes.batch, axes.j, emit)
+    cos_q, sin_q = tables.forward(site.rotate_q, axes.batch, axes.i, emit)
+    cos_k, sin_k = tables.forward(site.rotate_k, axes.batch, axes.j, emit)
     turn = site.rotate_q or site.rotate_k
     mask = site.mask
     fill, adds = mask.fill, mask.fill_adds
@@ -182,28 +182,6 @@ def _widest(site: Site) -> torch.dtype:
     return wide
 
 
-def _tables(
-    turn: Rotation | None, batch: tuple[Digit, ...], row: tuple[Digit, ...], emit: Emitter
-) -> tuple[Node | None, Node | None]:
-    if turn is None:
-        return None, None
-    out: list[Node] = []
-    for table in (turn.cos, turn.sin):
-        columns = turn.width if table.spread == "once" else turn.width // 2
-        node = emit.arrange(table.view, (batch, row, (Digit("w", 1, columns),)))
-        if table.spread == "halves":
-            node = emit.call(aten.cat.default, [node, node], -1)
-        elif table.spread == "pairs":
-            sizes = list(node.meta["val"].shape)
-            node = emit.call(aten.unsqueeze.default, node, -1)
-            node = emit.call(aten.expand.default, node, [-1] * len(sizes) + [2])
-            node = emit.viewed(node, [*(size_of(n) for n in sizes[:-1]), turn.width])
-        out.append(node)
-    if turn.sign < 0:
-        out[1] = emit.call(aten.neg.default, out[1])
-    return out[0], out[1]
-
-
 def _all_of(views: tuple[tuple[View, bool], ...], groups: Groups, emit: Emitter) -> Node | None:
     total: Node | None = None
     for view, positive in views:
@@ -226,7 +204,7 @@ def _bias(mask: Mask, axes: Axes, emit: Emitter) -> Node | None:
     return total
 
 
-def _results(
+def results(
     targets: tuple[Target, ...],
     made: Node,
     groups: Groups,
@@ -254,7 +232,7 @@ def _write_backward(
     every = [target.node for target in (*found.q, *found.k, *found.v)]
     if not every:
         return []
-    point = _first(every)
+    point = first(every)
     emit = Emitter(point, point)
     grad = emit.arrange(found.grad_out, axes.out, expand=True)
     grad = emit.cast(grad, arguments[2].meta["val"].dtype)
@@ -266,5 +244,5 @@ def _write_backward(
     ):
         if targets:
             result = emit.call(operator.getitem, made, index)
-            pairs += _results(targets, result, groups, point)
+            pairs += results(targets, result, groups, point)
     return pairs

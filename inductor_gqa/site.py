@@ -29,8 +29,11 @@ class View:
 
 @dataclass(frozen=True)
 class Table:
-    """cos or sin of a rotation; its columns are axis "w". spread: each column serves one lane ("once"), the same lane of
-    both halves ("halves"), or the two lanes of a pair ("pairs")."""
+    """cos or sin of a rotation; its columns are axis "w".
+
+    spread: each lane has its own column ("once") or its partner's ("swapped" halves, "crossed" neighbours), or a column
+    serves the same lane of both halves ("halves") or the two lanes of a pair ("pairs").
+    """
 
     view: View
     spread: str

@@ -57,6 +57,25 @@ def softmaxes(graph: torch.fx.Graph) -> list[Softmax]:
     return sorted(found, key=lambda softmax: order[softmax.weights])
 
 
+def row_sums(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Every sum of a product over the last dim that keeps it, as in the gradient of a softmax; in graph order."""
+    found: list[torch.fx.Node] = []
+    anchors = PatternMatcherPass(pass_name="inductor_gqa_row_sums")
+    product = CallFunction(aten.mul.Tensor, Arg(), Arg(), _users=MULTIPLE)
+    pattern = CallFunction(aten.sum.dim_IntList, product, Arg(), Arg(), _users=MULTIPLE)
+
+    def record(match: Match, *args: Any, **kwargs: Any) -> None:
+        total = match.output_node()
+        dims = [d % len(shape_of(total)) for d in total.args[1]]  # type: ignore[union-attr]
+        if dims == [len(shape_of(total)) - 1] and total.args[2] is True:
+            found.append(total)
+
+    register_graph_pattern(pattern, pass_dict=anchors)(record)
+    anchors.apply(graph)
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    return sorted(found, key=lambda node: order[node])
+
+
 def _checked(weights: torch.fx.Node) -> Softmax | None:
     exponentials, total = weights.args
     assert isinstance(exponentials, torch.fx.Node) and isinstance(total, torch.fx.Node)

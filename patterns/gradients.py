@@ -61,7 +61,7 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
         return None
     grads_out = [view for _, _, view in dv_products] + ([dp[2]] if dp else [])
     first = grads_out[0]
-    if any(not _same_view(first, other, values) for other in grads_out):
+    if any(not same_view(first, other, values) for other in grads_out):
         raise Unread("the gradients of the weights and of the values start from different tensors")
     v_targets = [
         target
@@ -78,7 +78,7 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     return Gradients(first, tuple(q_targets), tuple(k_targets), tuple(v_targets))
 
 
-def _same_view(a: View, b: View, values: ValueNumbers) -> bool:
+def same_view(a: View, b: View, values: ValueNumbers) -> bool:
     return values.first(a.node) is values.first(b.node) and a.position == b.position
 
 
@@ -125,7 +125,7 @@ def _weights_gradient(
         for other in user.args:
             if other is moved or not isinstance(other, Node) or position is None:
                 continue
-            found = _back_to_matmul(other, position)
+            found = back_to_matmul(other, position)
             if found is None or found[0] in (forward.product, weights):
                 continue
             matmul, at = found
@@ -137,7 +137,7 @@ def _weights_gradient(
             operands.free_axis("c", contracted, "e", names)
             views = [operands.view(n, names.apply(place)) for n, place in ((a, left), (b, right))]
             for value, grad in (views, views[::-1]):
-                if _same_view(value, forward.site.v, values):
+                if same_view(value, forward.site.v, values):
                     return matmul, at, grad
     return None
 
@@ -151,7 +151,7 @@ def _as_weights(moved: Node, forward: Forward, values: ValueNumbers) -> Position
     return forward.canonical if at == forward.canonical else None
 
 
-def _back_to_matmul(node: Node, position: Position) -> tuple[Node, Position] | None:
+def back_to_matmul(node: Node, position: Position) -> tuple[Node, Position] | None:
     while node.target not in operands.MATMULS:
         back = step(node, position)
         if back is None:
@@ -169,7 +169,7 @@ def _score_gradients(
         role: operands.view(operand.node, operand.position)
         for role, operand in (("q", forward.q), ("k", forward.k))
     }
-    for matmul, side in _reached_matmuls(dp):
+    for matmul, side in reached_matmuls(dp):
         left, right, result = operands.matmul_axes(matmul)
         a, b = operands.operands(matmul)
         z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
@@ -178,7 +178,7 @@ def _score_gradients(
         operands.free_axis(free, dim, "d", names)
         view = operands.view(x, names.apply(at_x))
         for role, other in (("q", "k"), ("k", "q")):
-            if _same_view(view, plain[other], values):
+            if same_view(view, plain[other], values):
                 out.append((matmul, names.apply(result), role))
                 break
         else:
@@ -186,7 +186,7 @@ def _score_gradients(
     return out
 
 
-def _reached_matmuls(dp: Node) -> list[tuple[Node, int]]:
+def reached_matmuls(dp: Node) -> list[tuple[Node, int]]:
     """Matmuls that the gradient of the weights reaches through pointwise ops, with the side that it is on."""
     found: dict[tuple[Node, int], None] = {}
     todo, seen = [dp], {dp}
@@ -233,20 +233,28 @@ def _proven(
     return names
 
 
-def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Position) -> Terms:
-    """scale * P (dP - rowsum(P dP)), with what the mask and the softcap make of it."""
-    weights, canonical = forward.site.anchor, forward.canonical
-    p, g = reader.at(weights, canonical), reader.at(dp, dp_position)
+def softmax_derivative(
+    reader: Elements, weights: View, dp: Node, dp_position: Position, canonical: Position
+) -> Terms:
+    """P (dP - rowsum(P dP)) at one score."""
+    p, g = reader.at(weights.node, weights.position), reader.at(dp, dp_position)
     along = Renaming()
     for digit in (d for place in canonical for d in place.digits):
         assert isinstance(digit, Digit)
         called = "~0.0" if digit.axis == "j" else digit.axis
         along.rules.append((digit, Digit(called, digit.stride, digit.size)))
     product = terms.multiply(
-        reader.load(weights, along.apply(canonical)), reader.load(dp, along.apply(dp_position))
+        reader.load(weights.node, along.apply(weights.position)),
+        reader.load(dp, along.apply(dp_position)),
     )
     total = terms.summed(product, ("~0.0",))
-    out = terms.add(terms.multiply(p, g), terms.multiply(p, total), -1.0)
+    return terms.add(terms.multiply(p, g), terms.multiply(p, total), -1.0)
+
+
+def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Position) -> Terms:
+    """scale * P (dP - rowsum(P dP)), with what the mask and the softcap make of it."""
+    weights = View(forward.site.anchor, forward.canonical)
+    out = softmax_derivative(reader, weights, dp, dp_position, forward.canonical)
     read = forward.scores
     for view, keeps, _ in read.filled:
         kind = "where" if keeps else "unless"

@@ -204,13 +204,16 @@ def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rot
 
 
 def _table(view: View, terms: list[Term]) -> Table:
-    """The run of columns that the lanes use, and how they use it: each once, or each half or each pair the same."""
+    """The run of columns that the lanes use, and how: each lane its own ("once"), that of its partner ("swapped" halves,
+    "crossed" neighbours), or one column for a half or a pair."""
     columns = [term.column for term in terms]
     start, width = min(columns), len(columns)
     used = [column - start for column in columns]
     half = list(range(width // 2))
     for spread, pattern in (
         ("once", list(range(width))),
+        ("swapped", [*range(width // 2, width), *half]),
+        ("crossed", [k ^ 1 for k in range(width)]),
         ("halves", half + half),
         ("pairs", [k for k in half for _ in range(2)]),
     ):

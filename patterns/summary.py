@@ -8,6 +8,7 @@ from typing import Any
 from inductor_gqa.site import Mask, Site
 
 from .axes import product, same
+from .given import Given
 
 
 def describe(site: Site) -> str:
@@ -30,7 +31,16 @@ def describe(site: Site) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _rotation(site: Site) -> str:
+def describe_given(given: Given) -> str:
+    """E.g. "backward from given weights, 32 query / 8 key-value heads of 128, rotate-half RoPE"."""
+    kv = product(d.size for d in given.kv_heads)
+    group = product(d.size for d in given.group)
+    heads = f"{kv * group} query / {kv} key-value heads" if group != 1 else f"{kv} heads"
+    turned = _rotation(given)
+    return f"backward from given weights, {heads} of {given.head_dim}, {turned}"
+
+
+def _rotation(site: Site | Given) -> str:
     turn = site.rotate_q or site.rotate_k
     if turn is None:
         return "no RoPE inside"

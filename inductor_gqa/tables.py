@@ -1,0 +1,66 @@
+"""Writes the rotation tables of a site as the ops want them: [batch or 1, length, width], a column for each turned lane."""
+
+from __future__ import annotations
+
+import torch
+
+from .emit import Emitter
+from .patterns.axes import Digit, size_of
+from .site import Rotation, Table
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+Axes = tuple[Digit, ...]
+
+
+def forward(
+    turn: Rotation | None, batch: Axes, row: Axes, emit: Emitter
+) -> tuple[Node | None, Node | None]:
+    """cos and sin of `turn` as a rotation."""
+    if turn is None:
+        return None, None
+    cos = _written(turn.cos, turn.cos.spread, turn.width, batch, row, emit)
+    sin = _written(turn.sin, turn.sin.spread, turn.width, batch, row, emit)
+    return cos, _signed(sin, turn.sign, emit)
+
+
+def adjoint(
+    turn: Rotation | None, batch: Axes, row: Axes, emit: Emitter
+) -> tuple[Node | None, Node | None]:
+    """cos and sin of the rotation whose adjoint `turn` is.
+
+    The adjoint gives lane t the sine of its partner, with the other sign.
+    """
+    if turn is None:
+        return None, None
+    swap = "crossed" if turn.interleaved else "swapped"
+    partners = {"once": swap, swap: "once", "halves": "halves", "pairs": "pairs"}
+    cos = _written(turn.cos, turn.cos.spread, turn.width, batch, row, emit)
+    sin = _written(turn.sin, partners[turn.sin.spread], turn.width, batch, row, emit)
+    return cos, _signed(sin, -turn.sign, emit)
+
+
+def _signed(node: Node, sign: float, emit: Emitter) -> Node:
+    return node if sign > 0 else emit.call(aten.neg.default, node)
+
+
+def _written(
+    table: Table, spread: str, width: int, batch: Axes, row: Axes, emit: Emitter
+) -> Node:
+    columns = width // 2 if table.spread in ("halves", "pairs") else width
+    node = emit.arrange(table.view, (batch, row, (Digit("w", 1, columns),)))
+    half = width // 2
+    if spread == "halves":
+        return emit.call(aten.cat.default, [node, node], -1)
+    if spread == "swapped":
+        parts = [emit.call(aten.slice.Tensor, node, -1, *ends) for ends in ((half, width), (0, half))]
+        return emit.call(aten.cat.default, parts, -1)
+    if spread == "once":
+        return node
+    outer = [size_of(n) for n in node.meta["val"].shape[:-1]]
+    if spread == "pairs":
+        doubled = emit.call(aten.unsqueeze.default, node, -1)
+        doubled = emit.call(aten.expand.default, doubled, [-1, -1, -1, 2])
+        return emit.viewed(doubled, [*outer, width])
+    pairs = emit.viewed(node, [*outer, half, 2])
+    return emit.viewed(emit.call(aten.flip.default, pairs, [-1]), [*outer, width])
