@@ -21,7 +21,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from . import decide, report, rewrite, rewrite_given
 from .patterns.anchors import Softmax, row_sums, softmaxes
-from .patterns.attention import Forward, arrangements, read_forward
+from .patterns.attention import Forward, arrangements, read_forward, without_sink
 from .patterns.axes import Unread
 from .patterns.given import Given, read_given
 from .patterns.gradients import read_gradients
@@ -83,11 +83,11 @@ def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
     found: Forward = read_forward(softmax, values, rotate)
     site = found.site
     site.gradients = read_gradients(found, values)
-    kept = rewrite.leftover(site)
-    if kept is not None and site.gradients is None and not site.softcap:
+    kept = rewrite.leftover(site, softmax.weights)
+    if kept is not None and site.gradients is None and not (site.softcap or site.sink):
         ends = arrangements(site.anchor, found.canonical, values)
         site.weights = tuple(end for end in ends if rewrite.survivor(end.node, found.product))
-        kept = rewrite.leftover(site)
+        kept = rewrite.leftover(site, softmax.weights)
     if kept is not None:
         what = "returned" if kept.op == "output" else f"used by {kept}"
         raise Unread(f"the attention weights are {what}, accepted weights that nothing else needs")
@@ -231,7 +231,8 @@ def _record(
 
 
 def _feeds_matmul(softmax: Softmax) -> bool:
-    return any(user.target in MATMULS for _, user in moved_users(softmax.weights, ()))
+    weights, _ = without_sink(softmax.weights)
+    return any(user.target in MATMULS for _, user in moved_users(weights, ()))
 
 
 def _guarded(run: Callable[[], Any], doing: str) -> Any:

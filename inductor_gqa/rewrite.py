@@ -16,6 +16,7 @@ from . import ops, tables
 from .emit import Emitter
 from .patterns.axes import Digit, Place, Size, same
 from .patterns.operands import MATMULS
+from .reference import LOG2E
 from .site import Mask, Site, Target, View
 
 aten = torch.ops.aten
@@ -23,9 +24,9 @@ Node = torch.fx.Node
 Groups = tuple[tuple[Digit, ...], ...]
 
 
-def leftover(site: Site) -> Node | None:
-    """A node that would keep the weights alive although the site is replaced; None where nothing does."""
-    return survivor(site.anchor, *(target.node for target in _targets(site)))
+def leftover(site: Site, softmax: Node) -> Node | None:
+    """A node that would keep the softmax alive although the site is replaced; None where nothing does."""
+    return survivor(softmax, *(target.node for target in _targets(site)))
 
 
 def survivor(node: Node, *replaced: Node) -> Node | None:
@@ -45,7 +46,8 @@ def survivor(node: Node, *replaced: Node) -> Node | None:
 def _targets(site: Site) -> Iterable[Target]:
     yield from (*site.outputs, *site.weights)
     if site.gradients is not None:
-        yield from (*site.gradients.q, *site.gradients.k, *site.gradients.v)
+        found = site.gradients
+        yield from (*found.q, *found.k, *found.v, *found.sink)
 
 
 class Axes:
@@ -114,6 +116,8 @@ def tensors(site: Site) -> set[Node]:
     for turn in (site.rotate_q, site.rotate_k):
         if turn is not None:
             views += [turn.cos.view, turn.sin.view]
+    if site.sink is not None:
+        views.append(site.sink)
     if site.gradients is not None:
         views.append(site.gradients.grad_out)
     return {view.node for view in views}
@@ -160,7 +164,7 @@ def _arguments(site: Site, axes: Axes, emit: Emitter, precision: str) -> list[An
         _all_of(mask.tensors, axes.scores, emit),
         _all_of(mask.keys, (axes.batch, axes.j), emit),
         None,
-        None,
+        _sink(site, axes, emit),
         site.scale_tensor,
         site.scale,
         site.softcap,
@@ -173,6 +177,13 @@ def _arguments(site: Site, axes: Axes, emit: Emitter, precision: str) -> list[An
         1.0,
         precision,
     ]
+
+
+def _sink(site: Site, axes: Axes, emit: Emitter) -> Node | None:
+    if site.sink is None:
+        return None
+    node = emit.arrange(site.sink, (axes.heads, axes.group), expand=True)
+    return emit.cast(node, torch.float32)
 
 
 def _widest(site: Site) -> torch.dtype:
@@ -229,7 +240,7 @@ def _write_backward(
 ) -> list[tuple[Node, Node]]:
     found = site.gradients
     assert found is not None
-    every = [target.node for target in (*found.q, *found.k, *found.v)]
+    every = [target.node for target in (*found.q, *found.k, *found.v, *found.sink)]
     if not every:
         return []
     point = first(every)
@@ -245,4 +256,19 @@ def _write_backward(
         if targets:
             result = emit.call(operator.getitem, made, index)
             pairs += results(targets, result, groups, point)
+    if found.sink:
+        summed = _sink_gradient(grad, out, lse, arguments[ops.NAMES.index("sink")], emit)
+        pairs += results(found.sink, summed, (axes.heads, axes.group), point)
     return pairs
+
+
+def _sink_gradient(grad: Node, out: Node, lse: Node, sink: Node, emit: Emitter) -> Node:
+    """-sum over batch and queries of P_sink rowsum(dO * O), in fp32 as [K, R]."""
+    wide = [emit.cast(n, torch.float32) for n in (grad, out)]
+    delta = emit.call(aten.sum.dim_IntList, emit.call(aten.mul.Tensor, *wide), [-1])  # [B, L, K, R]
+    delta = emit.call(aten.permute.default, delta, [0, 2, 3, 1])
+    bits = emit.call(aten.mul.Tensor, sink, LOG2E)
+    bits = emit.call(aten.unsqueeze.default, bits, -1)
+    share = emit.call(aten.exp2.default, emit.call(aten.sub.Tensor, bits, lse))
+    total = emit.call(aten.sum.dim_IntList, emit.call(aten.mul.Tensor, share, delta), [0, 3])
+    return emit.call(aten.neg.default, total)

@@ -93,6 +93,7 @@ class Gradients:
     q: tuple[Target, ...] = ()
     k: tuple[Target, ...] = ()
     v: tuple[Target, ...] = ()
+    sink: tuple[Target, ...] = ()
 
 
 @dataclass
@@ -115,6 +116,7 @@ class Site:
     softcap: float = 0.0
     rotate_q: Rotation | None = None
     rotate_k: Rotation | None = None
+    sink: View | None = None  # a logit per head that joins the softmax and has no value
     mask: Mask = field(default_factory=Mask)
     outputs: tuple[Target, ...] = ()
     weights: tuple[Target, ...] = ()  # where the weights themselves are needed

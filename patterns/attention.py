@@ -24,6 +24,8 @@ from .axes import (
     atoms_of,
     axes_in,
     covered,
+    product,
+    same,
     shape_of,
     whole,
 )
@@ -41,7 +43,8 @@ class Forward:
     """A site whose forward was read, and what the backward is read by."""
 
     site: Site
-    canonical: Position  # of the weights
+    canonical: Position  # of the weights that are multiplied with the values
+    softmax: View  # the same element in the softmax's own result, which may have a sink column beside
     product: Node  # weights times values
     scores: scores.Scores
     q: Operand
@@ -52,17 +55,21 @@ class Forward:
 
 def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) -> Forward:
     """The attention around a softmax. rotate=False leaves rotations outside the site."""
-    weights = softmax.weights
-    shape = shape_of(weights)
-    rank = len(shape)
+    rank = len(shape_of(softmax.weights))
     if softmax.dim != rank - 1:
         raise Unread(f"the softmax runs over dim {softmax.dim} of {rank}, accepted the last")
     if rank < 2:
         raise Unread(f"the weights have {rank} dims, accepted 2 or more")
+    weights, beside = without_sink(softmax.weights)
+    shape = shape_of(weights)
     canonical = canonical_position(shape)
+    last = canonical[-1]
+    at_softmax = (*canonical[:-1], Place(last.digits, last.offset + beside))
     product_ = values_matmul(weights, canonical, values)
     v_view, value_dim, out_names = _values_operand(product_, weights, canonical, values)
-    read = scores.read(softmax.scores, canonical, values)
+    read = scores.read(softmax.scores, at_softmax, values)
+    if (read.sink is None) != (weights is softmax.weights):
+        raise Unread("a column of the softmax is dropped that is no sink")
     names = score_names(read, canonical)
     q_operand, k_operand = operands.operands(read.matmul)
     left, right, _ = operands.matmul_axes(read.matmul)
@@ -99,10 +106,36 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         softcap=read.softcap,
         rotate_q=turns[0],
         rotate_k=turns[1],
+        sink=None if read.sink is None else sink_view(read.sink, heads_only=(*kv_heads, *group)),
         mask=mask,
         outputs=arrangements(product_, out_names.apply(operands.matmul_axes(product_)[2]), values),
     )
-    return Forward(site, canonical, product_, read, q, k, *lanes)
+    whole_softmax = View(softmax.weights, at_softmax)
+    return Forward(site, canonical, whole_softmax, product_, read, q, k, *lanes)
+
+
+def without_sink(weights: Node) -> tuple[Node, Size]:
+    """(the weights of the keys alone, their first column): a slice that drops one column, where there is one."""
+    n = shape_of(weights)[-1]
+    for moved, user in operands.moved_users(weights, ()):
+        if user.target is aten.slice.Tensor and user.args[0] is moved:
+            rank = len(shape_of(user))
+            kept = shape_of(user)[-1]
+            if user.args[1] % rank == rank - 1 and same(kept + 1, n):  # type: ignore[operator]
+                start = user.args[2] or 0 if len(user.args) > 2 else 0
+                if isinstance(start, int) and start in (0, 1):
+                    return user, start
+    return weights, 0
+
+
+def sink_view(sink: View, heads_only: tuple[Digit, ...]) -> View:
+    """The sink behind its expansion; it may vary by head only."""
+    found = operands.view(sink.node, sink.position)
+    axes = [d for place in found.position for d in place.digits if isinstance(d, Digit)]
+    inside = covered(found.position, list(heads_only))
+    if not same(product(d.size for d in axes), product(d.size for d in inside)):
+        raise Unread("the sink varies by more than the head")
+    return found
 
 
 def canonical_position(shape: tuple[Size, ...]) -> Position:

@@ -249,7 +249,7 @@ class Elements:
 
     stops: nodes that are always atoms. row_axis: the axis of a rotation's position, which a coefficient table must
     have; None where it is not known yet. algebra: read products of two tensors as products (scores and gradients)
-    instead of as data times table (rotations).
+    instead of as data times table (rotations). softmax: weights that sum to one over their last dim.
     """
 
     def __init__(
@@ -258,11 +258,13 @@ class Elements:
         stops: Iterable[Node] = (),
         row_axis: str | None = None,
         algebra: bool = False,
+        softmax: Node | None = None,
     ) -> None:
         self.values = values
         self.stops = set(stops)
         self.row_axis = row_axis
         self.algebra = algebra
+        self.softmax = None if softmax is None else values.first(softmax)
         self.depth = 0
         self.known: dict[tuple[Node, Position, int], Terms] = {}
 
@@ -295,6 +297,11 @@ class Elements:
         if constant is not None:
             return terms.number(constant)
         return self.at(value, broadcast(value, position))
+
+    def sums_to_one(self, atom: Atom, axis: str) -> bool:
+        if atom.kind != "load" or atom.node is not self.softmax or self.softmax is None:
+            return False
+        return atom.position[-1] == whole(axis, shape_of(self.softmax)[-1])
 
     def table(self, node: Node, position: Position) -> Terms:
         """An element of a coefficient table: only moved, never computed with, so that it keeps its dtype."""
@@ -421,8 +428,11 @@ def _slice_scatter(reader: Elements, node: Node, position: Position) -> Terms | 
     dim, stride = args[2] % rank, args[5]  # type: ignore[operator]
     n, start, end = shape_of(node)[dim], args[3] or 0, args[4]
     place = position[dim]
-    if same(shape_of(source)[dim], n):  # type: ignore[arg-type]
+    length = shape_of(source)[dim]  # type: ignore[arg-type]
+    if same(length, n):
         return reader.at(source, position)  # type: ignore[arg-type]
+    if not place.is_fixed and stride == 1 and isinstance(start, int) and start >= 0:
+        return _scattered_run(reader, base, source, position, dim, start, length)
     if not isinstance(n, int) or not isinstance(start, int) or not place.is_fixed:
         return None
     if not (end is None or isinstance(end, int)) or not isinstance(stride, int):
@@ -437,6 +447,35 @@ def _slice_scatter(reader: Elements, node: Node, position: Position) -> Terms | 
     if len(taken) == 1:
         inner = Place()
     return reader.at(source, (*position[:dim], inner, *position[dim + 1 :]))  # type: ignore[arg-type]
+
+
+def _scattered_run(
+    reader: Elements, base: Any, source: Any, position: Position, dim: int, start: int, length: Size
+) -> Terms | None:
+    """A run of `source` on a base, along an axis that is no head dim: wholly in the run, or all of it on zeros."""
+    place = position[dim]
+    if same(place.offset, start) and same(place.extent, length):
+        return reader.at(source, (*position[:dim], Place(place.digits), *position[dim + 1 :]))
+    if not reader.algebra or scalar_value(base) != 0.0 or len(place.digits) != 1:
+        return None
+    digit = place.digits[0]
+    if not isinstance(digit, Digit) or not same(place.extent, shape_of(base)[dim]):
+        return None
+    run = Place((Digit(digit.axis, 1, length),))
+    flag = terms.one(Atom("inside", inner=(digit.axis, start, length)))
+    return terms.multiply(reader.at(source, (*position[:dim], run, *position[dim + 1 :])), flag)
+
+
+def _scatter(reader: Elements, node: Node, position: Position) -> Terms | None:
+    """`scatter(base, dim, index, src)` where src is zero: the base, wherever the index points."""
+    base, dim, _, source = node.args[:4]
+    if not reader.algebra or not isinstance(source, Node) or not isinstance(dim, int):
+        return None
+    dim %= len(position)
+    if not same(shape_of(source)[dim], 1):
+        return None
+    added = reader.at(source, (*position[:dim], Place(), *position[dim + 1 :]))
+    return reader.at(base, position) if added == {} else None  # type: ignore[arg-type]
 
 
 def _select_scatter(reader: Elements, node: Node, position: Position) -> Terms | None:
@@ -489,7 +528,7 @@ def _sum(reader: Elements, node: Node, position: Position) -> Terms | None:
     places = list(position)
     names = []
     for d in reduced:
-        name = f"~{reader.depth}.{len(names)}"
+        name = f"?{reader.depth}.{len(names)}"
         names.append(name)
         inner = whole(name, shape[d])
         if keep:
@@ -503,7 +542,7 @@ def _sum(reader: Elements, node: Node, position: Position) -> Terms | None:
         reader.depth -= 1
     used = tuple(n for n, d in zip(names, reduced, strict=True) if not same(shape[d], 1))
     try:
-        return terms.summed(read, used) if used else read
+        return terms.summed(read, used, reader.sums_to_one) if used else read
     except ArithmeticError:
         return None
 
@@ -521,6 +560,7 @@ RULES: dict[Any, Rule] = {
     aten.cat.default: _cat,
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
+    aten.scatter.src: _scatter,
     aten.full.default: _constant,
     aten.scalar_tensor.default: _constant,
     aten.where.self: _where,

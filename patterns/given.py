@@ -22,7 +22,6 @@ from . import gradients, operands, rotation, terms
 from .attention import arrangements, canonical_position
 from .axes import Digit, Fixed, Place, Position, Renaming, Size, Unread, covered, quotient, shape_of, whole
 from .elements import Elements, by_lane, step
-from .terms import Terms
 from .values import ValueNumbers
 
 aten = torch.ops.aten
@@ -210,16 +209,10 @@ def _proven(
     names.learn(places.pop(), weights.position)
     seen = reader.at(z, names.apply(position))
     wanted = gradients.softmax_derivative(reader, weights, dp, dp_position, canonical)
-    scale = _ratio(seen, wanted)
-    if scale is None or not terms.close(seen, terms.scaled(wanted, scale)):
+    scale = terms.ratio(seen, wanted)
+    if scale is None:
         raise Unread(f"{z} is not P (dP - rowsum(P dP)) times a number")
     return names, scale
-
-
-def _ratio(seen: Terms, wanted: Terms) -> float | None:
-    for atoms, coefficient in wanted.items():
-        return seen[atoms] / coefficient if atoms in seen else None
-    return None
 
 
 def _value_gradient(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from .axes import (
     Position,
     Renaming,
     Unread,
+    covered,
     quotient,
     same,
     shape_of,
@@ -33,7 +35,7 @@ from .axes import (
 )
 from .elements import RULES, Elements, by_lane, step
 from .terms import Atom, Terms
-from .values import ValueNumbers
+from .values import ValueNumbers, scalar_value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
@@ -55,8 +57,11 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     """The gradients of a site; None where the graph holds none. Raises Unread where it holds some that do not read."""
     weights = forward.site.anchor
     users = list(operands.moved_users(weights, forward.canonical))
+    beside = users
+    if forward.softmax.node is not weights:
+        beside = list(operands.moved_users(forward.softmax.node, ()))
     dv_products = _value_gradients(forward, users, values)
-    dp = _weights_gradient(forward, users, values)
+    dp = _weights_gradient(forward, beside, values)
     if not dv_products and dp is None:
         return None
     grads_out = [view for _, _, view in dv_products] + ([dp[2]] if dp else [])
@@ -71,11 +76,12 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     q_targets: list[Target] = []
     k_targets: list[Target] = []
     if dp is not None:
-        for matmul, position, role in _score_gradients(forward, dp[0], dp[1], values):
+        for matmul, position, role, ratio in _score_gradients(forward, dp[0], dp[1], values):
             lanes = forward.q_lanes if role == "q" else forward.k_lanes
-            found = _targets(forward, matmul, position, lanes, role, values)
+            found = _targets(forward, matmul, position, lanes, role, values, ratio)
             (q_targets if role == "q" else k_targets).extend(found)
-    return Gradients(first, tuple(q_targets), tuple(k_targets), tuple(v_targets))
+    sinks = () if dp is None else _sink_gradient(forward, dp[0], dp[1], values)
+    return Gradients(first, tuple(q_targets), tuple(k_targets), tuple(v_targets), sinks)
 
 
 def same_view(a: View, b: View, values: ValueNumbers) -> bool:
@@ -117,7 +123,7 @@ def _weights_gradient(
     forward: Forward, users: Iterable[tuple[Node, Node]], values: ValueNumbers
 ) -> tuple[Node, Position, View] | None:
     """(the matmul dP = dO V^T, position of its result, dO), found beside the weights in the softmax's gradient."""
-    weights = forward.site.anchor
+    weights = forward.softmax.node
     for moved, user in users:
         if user.target is not aten.mul.Tensor or len(user.args) < 2:
             continue
@@ -143,28 +149,43 @@ def _weights_gradient(
 
 
 def _as_weights(moved: Node, forward: Forward, values: ValueNumbers) -> Position | None:
-    """The position of the weights' element in a rearrangement of the weights that has their shape."""
-    shape = shape_of(moved)
-    if len(shape) != len(forward.canonical):
+    """The position of the weights' element in a rearrangement of the softmax that has its shape."""
+    softmax = forward.softmax
+    if len(shape_of(moved)) != len(softmax.position):
         return None
-    at = operands.back_to(moved, forward.canonical, forward.site.anchor, values)
-    return forward.canonical if at == forward.canonical else None
+    at = operands.back_to(moved, softmax.position, softmax.node, values)
+    return softmax.position if at == softmax.position else None
 
 
 def back_to_matmul(node: Node, position: Position) -> tuple[Node, Position] | None:
+    """The matmul behind rearrangements, and behind the zeros that autograd puts beside the gradient of a slice."""
     while node.target not in operands.MATMULS:
         back = step(node, position)
+        if back is None and node.target is aten.slice_scatter.default:
+            back = _out_of_zeros(node, position)
         if back is None:
             return None
         node, position = back
     return node, position
 
 
+def _out_of_zeros(node: Node, position: Position) -> tuple[Node, Position] | None:
+    base, source = node.args[:2]
+    args = (*node.args, *(0, None, None, 1)[len(node.args) - 2 :])
+    dim, start = args[2] % len(position), args[3] or 0  # type: ignore[operator]
+    place = position[dim]
+    if not isinstance(source, Node) or scalar_value(base) != 0.0 or args[5] != 1:
+        return None
+    if not same(place.offset, start) or not same(place.extent, shape_of(source)[dim]):
+        return None
+    return source, (*position[:dim], Place(place.digits), *position[dim + 1 :])
+
+
 def _score_gradients(
     forward: Forward, dp: Node, dp_position: Position, values: ValueNumbers
-) -> list[tuple[Node, Position, str]]:
-    """(matmul, position of its result, "q" or "k") for every matmul of the gradient of the scores."""
-    out: list[tuple[Node, Position, str]] = []
+) -> list[tuple[Node, Position, str, float]]:
+    """(matmul, position of its result, "q" or "k", factor that is missing) for every matmul of the gradient of the scores."""
+    out: list[tuple[Node, Position, str, float]] = []
     plain = {
         role: operands.view(operand.node, operand.position)
         for role, operand in (("q", forward.q), ("k", forward.k))
@@ -173,13 +194,13 @@ def _score_gradients(
         left, right, result = operands.matmul_axes(matmul)
         a, b = operands.operands(matmul)
         z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
-        names = _proven(forward, z, at_z, dp, dp_position, values)
+        names, ratio = _proven(forward, z, at_z, dp, dp_position, values)
         dim = shape_of(x)[-1 if free == "r" else -2]
         operands.free_axis(free, dim, "d", names)
         view = operands.view(x, names.apply(at_x))
         for role, other in (("q", "k"), ("k", "q")):
             if same_view(view, plain[other], values):
-                out.append((matmul, names.apply(result), role))
+                out.append((matmul, names.apply(result), role, ratio))
                 break
         else:
             raise Unread(f"the gradient of the scores is multiplied by {view.node}, not by q or k")
@@ -189,18 +210,23 @@ def _score_gradients(
 def reached_matmuls(dp: Node) -> list[tuple[Node, int]]:
     """Matmuls that the gradient of the weights reaches through pointwise ops, with the side that it is on."""
     found: dict[tuple[Node, int], None] = {}
-    todo, seen = [dp], {dp}
-    while todo:
-        node = todo.pop()
+    for node in (dp, *_reached(dp)):
         for user in node.users:
             if user.target in operands.MATMULS:
                 for side, operand in enumerate(operands.operands(user)):
                     if operand is node:
                         found[user, side] = None
-            elif user.target in FOLLOWED and user not in seen:
-                seen.add(user)
-                todo.append(user)
     return list(found)
+
+
+def _reached(dp: Node) -> list[Node]:
+    todo, seen = [dp], {dp: None}
+    while todo:
+        for user in todo.pop().users:
+            if user.target in FOLLOWED and user not in seen:
+                seen[user] = None
+                todo.append(user)
+    return list(seen)[1:]
 
 
 def _proven(
@@ -210,13 +236,15 @@ def _proven(
     dp: Node,
     dp_position: Position,
     values: ValueNumbers,
-) -> Renaming:
-    """The names of a matmul's axes, once its operand is proven to be the derivative of the scores."""
-    weights = forward.site.anchor
-    stops = [weights, dp, forward.scores.matmul]
-    reader = Elements(values, stops, algebra=True)
+) -> tuple[Renaming, float]:
+    """The names of a matmul's axes, once its operand is proven to be the derivative of the scores, but for a factor.
+
+    The factor is what remains to be multiplied later, as where a scale is the matmul's own (baddbmm with alpha).
+    """
+    softmax = forward.softmax
+    reader = _algebra(forward, dp, values)
     read = reader.at(z, position)
-    first_weights = values.first(weights)
+    first_weights = values.first(softmax.node)
     places = {
         atom.position
         for atoms in read
@@ -226,11 +254,73 @@ def _proven(
     if len(places) != 1:
         raise Unread(f"the operand {z} of a gradient matmul is not a gradient of this softmax")
     names = Renaming()
-    names.learn(places.pop(), forward.canonical)
+    names.learn(places.pop(), softmax.position)
     seen = reader.at(z, names.apply(position))
-    if not terms.close(seen, _derivative(forward, reader, dp, dp_position)):
+    wanted = _derivative(forward, reader, dp, dp_position)
+    ratio = terms.ratio(wanted, seen)
+    if ratio is None:
         raise Unread(f"{z} is not the derivative of the scores that were read forward")
-    return names
+    return names, ratio
+
+
+def _algebra(forward: Forward, dp: Node, values: ValueNumbers) -> Elements:
+    stops = [forward.softmax.node, dp, forward.scores.matmul]
+    return Elements(values, stops, algebra=True, softmax=forward.softmax.node)
+
+
+def _sink_gradient(
+    forward: Forward, dp: Node, dp_position: Position, values: ValueNumbers
+) -> tuple[Target, ...]:
+    """Nodes that hold the gradient of the sink: -sum over batch and queries of P_sink rowsum(P dP)."""
+    site = forward.site
+    if site.sink is None:
+        return ()
+    reader = _algebra(forward, dp, values)
+    column = Place((), 0 if same(forward.softmax.position[-1].offset, 1) else site.key_length)
+    at_sink = (*forward.softmax.position[:-1], column)
+    total = _row_total(reader, forward.softmax, dp, dp_position, forward.canonical)
+    for node in _reached(dp):
+        if node.target is not aten.sum.dim_IntList:
+            continue
+        own = tuple(whole(f"x{d}", n) for d, n in enumerate(shape_of(node)))
+        read = reader.at(node, own)
+        if len(read) != 1:
+            continue
+        ((atoms, factor),) = read.items()
+        if len(atoms) != 1 or atoms[0].kind != "sum" or factor != -1.0:
+            continue
+        axes, inside = atoms[0].inner
+        softmax = values.first(forward.softmax.node)
+        loads = [a for a in inside if a.kind == "load" and a.node is softmax]
+        if len(loads) != 1 or loads[0].position[-1] != column:
+            continue
+        names = Renaming()
+        try:
+            names.learn(loads[0].position, at_sink)
+            summed = {y for x, y in names.rules if x.axis in axes}
+            rest = [_renamed(a, names) for a in inside if a is not loads[0]]
+            at = names.apply(own)
+        except Unread:
+            continue
+        heads = (*site.kv_heads, *site.group)
+        over_heads = covered(at, list(heads)) == set(heads)
+        if rest == [total] and over_heads and not any(_is_part(d, h) for d in summed for h in heads):
+            return arrangements(node, at, values)
+    return ()
+
+
+def _renamed(atom: Atom, names: Renaming) -> Atom:
+    """A sum's atoms with all but the summed axis in the site's names."""
+    if atom.kind != "sum":
+        return atom
+    axes, inside = atom.inner
+    own = Renaming()
+    own.rules = list(names.rules)
+    for a in inside:
+        for place in a.position:
+            own.rules += [(d, Digit("~0.0", d.stride, d.size)) for d in place.digits if isinstance(d, Digit) and d.axis in axes]
+    moved = [Atom(a.kind, a.node, own.apply(a.position), a.inner) for a in inside]
+    return Atom("sum", inner=(("~0.0",), tuple(sorted(moved, key=lambda a: a.order))))
 
 
 def softmax_derivative(
@@ -238,6 +328,14 @@ def softmax_derivative(
 ) -> Terms:
     """P (dP - rowsum(P dP)) at one score."""
     p, g = reader.at(weights.node, weights.position), reader.at(dp, dp_position)
+    total = terms.one(_row_total(reader, weights, dp, dp_position, canonical))
+    return terms.add(terms.multiply(p, g), terms.multiply(p, total), -1.0)
+
+
+def _row_total(
+    reader: Elements, weights: View, dp: Node, dp_position: Position, canonical: Position
+) -> Atom:
+    """rowsum(P dP)"""
     along = Renaming()
     for digit in (d for place in canonical for d in place.digits):
         assert isinstance(digit, Digit)
@@ -247,14 +345,13 @@ def softmax_derivative(
         reader.load(weights.node, along.apply(weights.position)),
         reader.load(dp, along.apply(dp_position)),
     )
-    total = terms.summed(product, ("~0.0",))
-    return terms.add(terms.multiply(p, g), terms.multiply(p, total), -1.0)
+    ((atoms, _),) = terms.summed(product, ("~0.0",), reader.sums_to_one).items()
+    return atoms[0]
 
 
 def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Position) -> Terms:
     """scale * P (dP - rowsum(P dP)), with what the mask and the softcap make of it."""
-    weights = View(forward.site.anchor, forward.canonical)
-    out = softmax_derivative(reader, weights, dp, dp_position, forward.canonical)
+    out = softmax_derivative(reader, forward.softmax, dp, dp_position, forward.canonical)
     read = forward.scores
     for view, keeps, _ in read.filled:
         kind = "where" if keeps else "unless"
@@ -276,12 +373,13 @@ def _targets(
     lanes: rotation.Lanes | None,
     role: str,
     values: ValueNumbers,
+    ratio: float = 1.0,
 ) -> tuple[Target, ...]:
     """The nodes that hold the finished gradient: summed over the group, rotated back."""
     summed = () if role == "q" else forward.site.group
-    if lanes is None and not summed:
+    if lanes is None and not summed and ratio == 1.0:
         return arrangements(start, position, values)
-    end, at = _finished(forward, start, position, lanes, summed, role, values)
+    end, at = _finished(forward, start, position, lanes, summed, role, values, ratio)
     return arrangements(end, at, values)
 
 
@@ -293,6 +391,7 @@ def _finished(
     summed: tuple[Digit, ...],
     role: str,
     values: ValueNumbers,
+    ratio: float,
 ) -> tuple[Node, Position]:
     """Follows the gradient to the node where its paths have met again and it is what the site's result is."""
     open_: list[tuple[int, int, Node]] = [(values.order[start], 0, start)]
@@ -301,7 +400,7 @@ def _finished(
         _, _, node = heapq.heappop(open_)
         waiting.discard(node)
         if not waiting and node is not start:
-            at = _as_result(forward, node, start, position, lanes, summed, values)
+            at = _as_result(forward, node, start, position, lanes, summed, values, ratio)
             if at is not None:
                 return node, at
         for user in node.users:
@@ -324,6 +423,7 @@ def _as_result(
     lanes: rotation.Lanes | None,
     summed: tuple[Digit, ...],
     values: ValueNumbers,
+    ratio: float,
 ) -> Position | None:
     """The node's dims in the site's axes, if the node is the finished gradient."""
     val = node.meta.get("val")
@@ -333,12 +433,12 @@ def _as_result(
     own = tuple(whole(f"x{d}", n) for d, n in enumerate(shape))
     try:
         if lanes is None:
-            return _moved_result(node, own, start, position, summed, values)
+            return _moved_result(node, own, start, position, summed, values, ratio)
         for dim in reversed(range(len(shape))):
             heads = quotient(shape[dim], forward.site.head_dim)
             if heads is None:
                 continue
-            at = _turned_result(node, own, dim, heads, start, position, lanes, summed, values)
+            at = _turned_result(node, own, dim, heads, start, position, lanes, summed, values, ratio)
             if at is not None:
                 return at
     except Unread:
@@ -353,12 +453,13 @@ def _moved_result(
     position: Position,
     summed: tuple[Digit, ...],
     values: ValueNumbers,
+    ratio: float,
 ) -> Position | None:
     read = Elements(values, [start]).at(node, own)
     if len(read) != 1:
         return None
     ((atoms, factor),) = read.items()
-    if len(atoms) != 1 or factor != 1.0:
+    if len(atoms) != 1 or not terms.near(factor, ratio):
         return None
     names = _names_of(atoms[0], start, position, summed, values)
     return None if names is None else names.apply(own)
@@ -409,6 +510,7 @@ def _turned_result(
     lanes: rotation.Lanes,
     summed: tuple[Digit, ...],
     values: ValueNumbers,
+    ratio: float,
 ) -> Position | None:
     """As `_moved_result`, with the rotation undone along the innermost part of `dim`."""
     count = len(lanes.forms)
@@ -437,9 +539,15 @@ def _turned_result(
             for lane, column, out in zip(group, strand.columns, strand.lanes, strict=True):
                 key = (table, column, out)
                 seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor  # type: ignore[index]
-    if seen != wanted:
+    if not all(_times(have, want, ratio) for have, want in zip(seen, wanted, strict=True)):
         return None
     if names is None:
         return None
     names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
     return names.apply(own)
+
+
+def _times(have: dict[Any, float], want: dict[Any, float], ratio: float) -> bool:
+    return have.keys() == want.keys() and all(
+        terms.near(have[key], ratio * want[key]) for key in want
+    )

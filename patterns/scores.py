@@ -13,7 +13,7 @@ import torch
 
 from inductor_gqa.site import View
 
-from .axes import Position, Unread
+from .axes import Place, Position, Size, Unread, same, shape_of
 from .elements import broadcast, step
 from .operands import MATMULS
 from .values import ValueNumbers, scalar_value
@@ -32,6 +32,7 @@ class Scores:
     scale_tensor: Node | None = None
     softcap: float = 0.0
     capped: View | None = None  # the tanh
+    sink: View | None = None  # a column of the softmax that is no key
     added: list[View] = field(default_factory=list)
     filled: list[tuple[View, bool, float]] = field(default_factory=list)
 
@@ -80,10 +81,32 @@ def _outer(
     if op is aten.tanh.default:
         stages.append(_Stage("tanh", tensor=View(node, position)))
         return args[0], position  # type: ignore[return-value]
+    if op is aten.cat.default:
+        return _beside_sink(node, position, stages)
     if op is aten.neg.default:
         stages.append(_Stage("scale", -1.0))
         return args[0], position  # type: ignore[return-value]
     return step(node, position)
+
+
+def _beside_sink(
+    node: Node, position: Position, stages: list[_Stage]
+) -> tuple[Node, Position] | None:
+    """`cat((scores, sink), -1)`, either way round: the scores' part, at the keys' positions."""
+    parts: list[Node] = list(node.args[0])  # type: ignore[call-overload]
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(position)  # type: ignore[operator]
+    if dim != len(position) - 1 or len(parts) != 2:
+        return None
+    sizes = [shape_of(part)[dim] for part in parts]
+    starts: list[Size] = [0, sizes[0]]
+    place = position[dim]
+    for k, (part, size, start) in enumerate(zip(parts, sizes, starts, strict=True)):
+        other = 1 - k
+        if same(place.offset, start) and same(place.extent, size) and same(sizes[other], 1):
+            beside = (*position[:dim], Place())
+            stages.append(_Stage("sink", tensor=View(parts[other], beside)))
+            return part, (*position[:dim], Place(place.digits))
+    return None
 
 
 def _scaled(node: Node, position: Position, stages: list[_Stage]) -> tuple[Node, Position] | None:
@@ -229,6 +252,10 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
                 raise Unread("the scores are multiplied by two tensors, accepted one")
             assert stage.tensor is not None
             out.scale_tensor = stage.tensor.node
+        elif stage.kind == "sink":
+            if out.sink is not None or outer != 1.0 or capped or out.added or out.filled:
+                raise Unread("a sink column that is scaled or masked, accepted one as it is")
+            out.sink = stage.tensor
         elif stage.kind == "tanh":
             if capped:
                 raise Unread("two softcaps")

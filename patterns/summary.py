@@ -20,6 +20,8 @@ def describe(site: Site) -> str:
     if site.value_dim != site.head_dim:
         dims += f" (values {site.value_dim})"
     parts = [f"{heads} of {dims}", _rotation(site), _mask(site.mask)]
+    if site.sink is not None:
+        parts.append("sinks")
     if site.softcap:
         parts.append(f"softcap {site.softcap:g}")
     if site.weights:

@@ -7,12 +7,13 @@ element of a tensor that is not read further (`load`), of a coefficient table (`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
-from .axes import Position, axes_in
+from .axes import Digit, Place, Position, Size, axes_in, same
 
 
 @dataclass(frozen=True)
@@ -67,28 +68,105 @@ def frozen(a: Terms) -> tuple[tuple[tuple[Atom, ...], float], ...]:
     return tuple(sorted(a.items(), key=lambda item: tuple(atom.order for atom in item[0])))
 
 
-def close(a: Terms, b: Terms) -> bool:
+def near(a: float, b: float) -> bool:
     """Equal up to the rounding of the numbers themselves (a scale may be split over several factors)."""
-    return a.keys() == b.keys() and all(abs(a[k] - b[k]) <= 1e-6 * abs(b[k]) for k in b)
+    return abs(a - b) <= 1e-6 * abs(b)
 
 
-def summed(a: Terms, axes: tuple[str, ...]) -> Terms:
-    """The sum of `a` over named axes: what does not depend on them stands outside the sum."""
+def ratio(a: Terms, b: Terms) -> float | None:
+    """The number that b has to be multiplied by to be a, where there is one."""
+    if a.keys() != b.keys() or not b:
+        return None
+    first = next(iter(b))
+    found = a[first] / b[first]
+    if not all(near(a[key], found * b[key]) for key in b):
+        return None
+    return 1.0 if near(found, 1.0) else found
+
+
+def summed(a: Terms, axes: tuple[str, ...], is_one: Callable[[Atom, str], bool]) -> Terms:
+    """The sum of `a` over named axes: what does not depend on them stands outside the sum.
+
+    is_one: whether an atom alone sums to one over an axis, as softmax weights do. A factor `inside` (an element that is zero
+    outside a range of the axis) narrows the sum to that range.
+    """
     out: Terms = {}
     for atoms, coefficient in a.items():
-        inside = tuple(atom for atom in atoms if depends(atom, axes))
+        narrowed = _narrowed(atoms, axes)
+        inside = tuple(atom for atom in narrowed if depends(atom, axes))
+        outside = tuple(atom for atom in narrowed if atom not in inside)
         if not inside:
             raise ArithmeticError("a sum over an axis that its operand does not have")
-        outside = tuple(atom for atom in atoms if atom not in inside)
-        total = Atom("sum", inner=(axes, inside))
-        key = tuple(sorted((*outside, total), key=lambda atom: atom.order))
+        if len(inside) == 1 and len(axes) == 1 and is_one(inside[0], axes[0]):
+            key = outside
+        else:
+            total = _sum_of(inside, axes)
+            key = tuple(sorted((*outside, total), key=lambda atom: atom.order))
         out[key] = out.get(key, 0.0) + coefficient
-    return out
+    return {atoms: c for atoms, c in out.items() if c}
+
+
+def _sum_of(inside: tuple[Atom, ...], axes: tuple[str, ...]) -> Atom:
+    """The sum with its axes named by how many sums it holds, so that equal sums are equal wherever they stand."""
+    height = 1 + max((_height(atom) for atom in inside), default=-1)
+    named = {axis: f"~{height}.{n}" for n, axis in enumerate(axes)}
+    renamed = tuple(sorted((_renamed(a, named) for a in inside), key=lambda atom: atom.order))
+    return Atom("sum", inner=(tuple(named.values()), renamed))
+
+
+def _height(atom: Atom) -> int:
+    if atom.kind != "sum":
+        return -1
+    return 1 + max((_height(a) for a in atom.inner[1]), default=-1)
+
+
+def _renamed(atom: Atom, names: dict[str, str]) -> Atom:
+    position = tuple(
+        Place(
+            tuple(
+                Digit(names[d.axis], d.stride, d.size)
+                if isinstance(d, Digit) and d.axis in names
+                else d
+                for d in place.digits
+            ),
+            place.offset,
+        )
+        for place in atom.position
+    )
+    inner = atom.inner
+    if atom.kind == "sum":
+        inner = (inner[0], tuple(_renamed(a, names) for a in inner[1]))
+    return Atom(atom.kind, atom.node, position, inner)
+
+
+def _narrowed(atoms: tuple[Atom, ...], axes: tuple[str, ...]) -> tuple[Atom, ...]:
+    for flag in atoms:
+        if flag.kind == "inside" and flag.inner[0] in axes:
+            axis, start, length = flag.inner
+            rest = tuple(_shifted(atom, axis, start, length) for atom in atoms if atom is not flag)
+            return tuple(sorted(rest, key=lambda atom: atom.order))
+    return atoms
+
+
+def _shifted(atom: Atom, axis: str, start: Size, length: Size) -> Atom:
+    """The atom with the axis running over the range only."""
+    position = tuple(
+        Place((Digit(axis, 1, length),), place.offset + start)
+        if len(place.digits) == 1
+        and isinstance(d := place.digits[0], Digit)
+        and d.axis == axis
+        and not same(d.size, length)
+        else place
+        for place in atom.position
+    )
+    return Atom(atom.kind, atom.node, position, atom.inner)
 
 
 def depends(atom: Atom, axes: tuple[str, ...]) -> bool:
     if axes_in(atom.position) & set(axes):
         return True
+    if atom.kind == "inside":
+        return atom.inner[0] in axes
     if atom.kind == "sum":
         return any(depends(a, axes) for a in atom.inner[1])
     if atom.kind == "tanh":
