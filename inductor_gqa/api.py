@@ -13,12 +13,10 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 
-from . import ops as _ops  # registers them
-from . import report
+from . import lowering, report
 from .passes import AttentionPass, Settings
 
 log = logging.getLogger("inductor_gqa")
-del _ops
 
 
 def enable(*, always: bool = False, strict: bool = False) -> None:
@@ -32,6 +30,7 @@ def enable(*, always: bool = False, strict: bool = False) -> None:
     """
     current = inductor_config.joint_custom_pre_pass
     before = current.before if isinstance(current, AttentionPass) else current
+    lowering.install()
     installed = AttentionPass(Settings(always, strict), before)
     changes = not isinstance(current, AttentionPass) or current.settings != installed.settings
     inductor_config.joint_custom_pre_pass = installed
@@ -58,6 +57,7 @@ def enabled(*, always: bool = False, strict: bool = False) -> Generator[None, No
     """`enable()` for what is compiled (first called) inside the block; the setting before it comes back afterwards."""
     saved = inductor_config.joint_custom_pre_pass
     before = saved.before if isinstance(saved, AttentionPass) else saved
+    lowering.install()
     inductor_config.joint_custom_pre_pass = AttentionPass(Settings(always, strict), before)
     try:
         yield

@@ -11,6 +11,8 @@ import struct
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
@@ -36,6 +38,8 @@ def scalar_value(value: Any) -> float | None:
         return float(value)
     if isinstance(value, int | float):
         return float(value)
+    if isinstance(value, Node) and value.op == "get_attr":
+        return _held_number(value)
     if not isinstance(value, Node) or value.op != "call_function":
         return None
     if value.target is aten.full.default and isinstance(value.args[1], int | float | bool):
@@ -48,11 +52,22 @@ def scalar_value(value: Any) -> float | None:
         aten.unsqueeze.default,
         aten.clone.default,
         aten.alias.default,
+        aten.lift_fresh_copy.default,
         prims.convert_element_type.default,
     ):
         inner = scalar_value(value.args[0])
         return None if inner is None else _rounded(value, inner)
     return None
+
+
+def _held_number(node: Node) -> float | None:
+    """The number in a 0-d tensor that the graph holds, as `torch.tensor(0.0)` in a model leaves it."""
+    module = node.graph.owning_module
+    held = getattr(module, str(node.target), None)
+    if not isinstance(held, torch.Tensor) or isinstance(held, FakeTensor) or held.dim() != 0:
+        return None
+    with _disable_current_modes():
+        return float(held.item())
 
 
 def _rounded(node: Node, number: float) -> float:

@@ -1,0 +1,282 @@
+"""Attention forward on sm_90: when the warp-specialised kernel may run, what to launch, launcher.
+
+`usable` and `plan_forward_sm90` are pure functions of shapes, strides, dtypes, arguments and
+capability, as in `plan`. The kernel itself knows -inf for hidden keys only; where a huge finite
+fill makes rows without a visible key average V, a second launch writes those rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from inductor_gqa.kernels import rules
+from inductor_gqa.kernels.gluon_empty_rows import filling_launch
+from inductor_gqa.kernels.gluon_forward_kernel import BM, forward_sm90_kernel
+from inductor_gqa.kernels.gluon_tiles import WHY_NOT, gl
+from inductor_gqa.kernels.plan import (
+    LOG2E,
+    Attention,
+    Descriptor,
+    Launch,
+    Operand,
+    Plan,
+    named_strides,
+)
+from inductor_gqa.kernels.rotate import plan_rotation
+
+TILE_ROWS = 2 * BM.value
+LARGEST = 2**30  # sums of a position and a band stay within 32 bits
+KNOWN = (
+    rules.BAND_LO.value
+    | rules.BAND_HI.value
+    | rules.KEY_MASK.value
+    | rules.EMPTY_ROWS.value
+    | rules.FILL_ADDS.value
+)
+UNKNOWN = {
+    "scale": (rules.SCALED, "accepted only positive, without softcap, bias and finite fill"),
+    "softcap": (rules.SOFTCAP, "accepted 0"),
+    "bias": (rules.BIAS, "accepted none"),
+    "mask": (rules.MASK, "accepted none"),
+    "fill": (rules.EXACT, "accepted -inf or at most -1e30"),
+    "keep": (rules.KEEP, "accepted none"),
+    "sink": (rules.SINK, "accepted none"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Switches:
+    """Choices that change speed, not results. None leaves it to the measured default.
+
+    `has_pingpong`: a token decides which group may issue products. `is_persistent`: one program per
+    multiprocessor walks over the tiles. `rotates_q`: q is turned by the groups, not by a launch.
+    """
+
+    has_pingpong: bool | None = None
+    is_persistent: bool = True
+    rotates_q: bool = True
+
+
+def keys_per_tile(D: int) -> tuple[int, int]:
+    """Keys in a tile and tiles in flight: what fills 227 KB of shared memory beside Q and O."""
+    return {64: (128, 4), 128: (128, 2), 256: (64, 2)}[D]
+
+
+def usable(attention: Attention, switches: Switches = Switches()) -> str | None:
+    """Why the kernel cannot compute this attention, or None where it can."""
+    tensors = attention.tensors
+    _, L, S, _, _, D, E = attention.sizes
+    dtypes = {tensors[name].dtype for name in ("q", "k", "v")}
+    if WHY_NOT is not None:
+        return WHY_NOT
+    if attention.capability != (9, 0):
+        return f"capability is {attention.capability}, accepted (9, 0)"
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        return f"dtypes are {sorted(map(str, dtypes))}, accepted one of bfloat16, float16"
+    if D != E or D not in (64, 128, 256):
+        return f"head dim is {D} with values of {E}, accepted equal and 64, 128 or 256"
+    if D == 256 and (attention.band_lo is not None or "key_mask" in tensors):
+        return "band_lo or key_mask is given, accepted with head dims up to 128"
+    for name, (rule, accepted) in UNKNOWN.items():
+        if attention.rules & rule.value:
+            value = getattr(attention, name, "given")
+            return f"{name} is {value}, {accepted}"
+    far = max(L, S, abs(attention.band_lo or 0), abs(attention.band_hi or 0))
+    if far >= LARGEST:
+        return f"largest length or band is {far}, accepted below 2**30"
+    scratch = plan_rotation(_without_inner_rotation(attention, switches))[0]
+    for name in ("q", "k", "v"):
+        is_read_in_place = name == "q" and _turns_q_inside(attention, switches)
+        if f"{name}_rotated" not in scratch and not is_read_in_place:
+            reason = _why_not_copied(name, tensors[name])
+            if reason is not None:
+                return reason
+    return None
+
+
+def _why_not_copied(name: str, x: Operand) -> str | None:
+    """Why the copy engine cannot read a tensor of any rank up to five, a box of rows at a time."""
+    if not x.is_aligned:
+        return f"{name}: first byte is not on a multiple of 16"
+    if x.strides[-1] != 1:
+        return f"{name}: last stride is {x.strides[-1]}, accepted 1"
+    for size, stride in zip(x.shape[:-1], x.strides[:-1], strict=True):
+        if size > 1 and (stride <= 0 or stride * x.dtype.itemsize % 16):
+            return f"{name}: strides are {x.strides}, accepted positive multiples of 16 bytes"
+    return None
+
+
+def _turns_q_inside(attention: Attention, switches: Switches) -> bool:
+    """The groups know the half layout over all lanes, and tables that lie alike. D = 256 spills."""
+    D = attention.sizes[5]
+    q, cos, sin = (attention.tensors.get(name) for name in ("q", "cos_q", "sin_q"))
+    return (
+        switches.rotates_q
+        and D <= 128
+        and cos is not None
+        and cos.shape[-1] == D
+        and cos.strides == sin.strides
+        and max(q.strides[1], cos.strides[1]) * TILE_ROWS < LARGEST
+        and attention.rope_start == 0
+        and not attention.rope_interleaved
+    )
+
+
+def _without_inner_rotation(attention: Attention, switches: Switches) -> Attention:
+    """What is left for the rotation's launch."""
+    if not _turns_q_inside(attention, switches):
+        return attention
+    left = {name: x for name, x in attention.tensors.items() if name not in ("cos_q", "sin_q")}
+    return dataclasses.replace(attention, tensors=left)
+
+
+def _box(slot: str, x: Operand, rows: int) -> Descriptor:
+    """Rows of one head. The stride of a dimension of size one may be anything and is replaced."""
+    D = x.shape[-1]
+    strides = [D if n == 1 else stride for n, stride in zip(x.shape[:-1], x.strides, strict=False)]
+    ones = (1,) * (len(x.shape) - 3)
+    return Descriptor(slot, x.shape, (*strides, 1), (1, rows, *ones, D))
+
+
+def plan_forward_sm90(
+    attention: Attention, multiprocessors: int = 132, switches: Switches = Switches()
+) -> Plan:
+    """Launches for a `usable` attention: rotation, attention, empty rows. Results: out, lse."""
+    tensors = attention.tensors
+    B, L, S, K, R, D, E = attention.sizes
+    BN, slots = keys_per_tile(D)
+    turns_q = _turns_q_inside(attention, switches)
+    scratch, launches, names = plan_rotation(_without_inner_rotation(attention, switches))
+    operands = {**tensors, **scratch}
+    q, k, v = operands[names["q"]], operands[names["k"]], tensors["v"]
+    outputs = {
+        "out": Operand.contiguous((B, L, K, R, E), v.dtype),
+        "lse": Operand.contiguous((B, K, R, L), torch.float32),
+    }
+    has_lo, has_hi = attention.band_lo is not None, attention.band_hi is not None
+    band_hi = attention.band_hi or 0
+    has_key_mask = "key_mask" in tensors
+    n_tiles = -(-L // TILE_ROWS) * B * K * R
+    scalars: dict[str, Any] = named_strides("q", q, "blkrd")
+    scalars |= named_strides("table", tensors["cos_q"] if turns_q else None, "blw")
+    scalars |= named_strides("key_mask", tensors.get("key_mask"), "bs")
+    scalars |= {
+        "n_tiles": n_tiles,
+        "B": B,
+        "L": L,
+        "S": S,
+        "band_lo": attention.band_lo or 0,
+        "band_hi": band_hi,
+        "unit": attention.scale * LOG2E,
+        "K": K,
+        "R": R,
+        "D": D,
+        "BN": BN,
+        "SLOTS": slots,
+        "HAS_LO": has_lo,
+        "HAS_HI": has_hi,
+        # Tiles that end on the band may begin before the first key.
+        "CHECK_LO": has_lo or (has_hi and (band_hi % BN != 0 or band_hi < 0)),
+        "KEY_MASK": has_key_mask,
+        "MASK_FIRST": has_lo or has_hi or has_key_mask or S % BN != 0,
+        "ROPE": turns_q,
+        # D = 64 gains 4 to 8 % from the token, D = 128 nothing (H200).
+        "PINGPONG": D == 64 if switches.has_pingpong is None else switches.has_pingpong,
+        "SHARED_O": D == 256,
+    }
+    pointers = {
+        "lse_ptr": "lse",
+        "q_ptr": names["q"],
+        "cos_ptr": "cos_q" if turns_q else names["q"],
+        "sin_ptr": "sin_q" if turns_q else names["q"],
+        "key_mask_ptr": "key_mask" if has_key_mask else names["q"],
+    }
+    boxes = {
+        "q_desc": _box(names["q"], q, BM.value),
+        "k_desc": _box(names["k"], k, BN),
+        "v_desc": _box("v", v, BN),
+        "o_desc": _box("out", outputs["out"], BM.value),
+    }
+    if turns_q:  # not copied: the parameter only names the buffer's layout
+        boxes["q_desc"] = boxes["o_desc"]
+    grid = min(n_tiles, multiprocessors) if switches.is_persistent else n_tiles
+    launches += (Launch(forward_sm90_kernel, (grid,), pointers, scalars, 4, 1, boxes),)
+    if attention.rules & rules.EMPTY_ROWS.value:
+        launches += (filling_launch(attention),)
+    return Plan(scratch | outputs, launches, ("out", "lse"))
+
+
+@functools.cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """How a box lies in shared memory: rows of 128 bytes, swizzled."""
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+
+
+def execute_sm90(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """`plan.execute` for descriptors that carry a layout."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    device = tensors["q"].device
+    slots = dict(tensors)
+    for name, operand in plan.allocate.items():
+        slots[name] = torch.empty(operand.shape, dtype=operand.dtype, device=device)
+    for launch in plan.launches:
+        arguments: dict[str, Any] = {name: slots[slot] for name, slot in launch.tensors.items()}
+        for name, box in launch.descriptors.items():
+            x = slots[box.slot]
+            layout = shared_layout(box.block, x.dtype)
+            arguments[name] = TensorDescriptor(
+                x, list(box.shape), list(box.strides), list(box.block), layout
+            )
+        launch.kernel[launch.grid](
+            **arguments,
+            **launch.scalars,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            enable_fp_fusion=True,
+        )
+    return tuple(slots[name] for name in plan.results)
+
+
+@functools.cache
+def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Capability and number of multiprocessors."""
+    facts = torch.cuda.get_device_properties(device)
+    return (facts.major, facts.minor), facts.multi_processor_count
+
+
+def attention_forward_sm90(
+    q_BLKRD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKE: torch.Tensor,
+    *,
+    cos_q: torch.Tensor | None = None,
+    sin_q: torch.Tensor | None = None,
+    cos_k: torch.Tensor | None = None,
+    sin_k: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    switches: Switches = Switches(),
+    **numbers: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out_BLKRE in v's dtype and lse_BKRL (fp32, base 2), both contiguous.
+
+    `numbers` are those of `forward.attention_forward`: scale, band_lo, band_hi, fill and so on.
+    Raises ValueError with the reason where `usable` gives one.
+    """
+    named = {"q": q_BLKRD, "k": k_BSKD, "v": v_BSKE, "key_mask": key_mask}
+    named |= {"cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k}
+    tensors = {name: x for name, x in named.items() if x is not None}
+    capability, multiprocessors = None, 0
+    if q_BLKRD.is_cuda:
+        capability, multiprocessors = _device_facts(q_BLKRD.device)
+    operands = {name: Operand.of(x) for name, x in tensors.items()}
+    attention = Attention(operands, capability=capability, **numbers)
+    reason = usable(attention, switches)
+    if reason is not None:
+        raise ValueError(f"attention_forward_sm90: {reason}")
+    out, lse = execute_sm90(plan_forward_sm90(attention, multiprocessors, switches), tensors)
+    return out, lse

@@ -1,0 +1,206 @@
+"""Rotary embedding: y = x * cos + sign * partner(x) * sin, in fp32, rounded once. Grid: query
+tiles, then key tiles.
+
+One launch writes rotated q_BLKRD and k_BSKD contiguously, so that the attention kernels read both
+straight into the tensor cores: a q that is rotated in the attention's prologue becomes a register
+operand of every product and costs 5 to 20 % there (H200). The adjoint at the end of the file is
+applied by the backward kernels to what they still hold in registers.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from inductor_gqa.kernels.plan import Attention, Launch, Operand, named_strides
+from inductor_gqa.kernels.tiles import head_offset, load_tile, offsets, store_tile
+
+
+@triton.jit
+def lanes(cols, START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Per column: is it turned, which column is its partner, the sign of the partner's share."""
+    t = cols - START
+    is_turned = (t >= 0) & (t < W)
+    if INTERLEAVED:
+        is_first = t % 2 == 0
+        partner = tl.where(is_first, cols + 1, cols - 1)
+    else:
+        is_first = t < W // 2
+        partner = tl.where(is_first, cols + W // 2, cols - W // 2)
+    return is_turned, partner, tl.where(is_first, -1.0, 1.0)
+
+
+@triton.jit
+def load_lanes(ptr, rows, cols, seen, stride_row, stride_col, n_rows, OTHER: tl.constexpr):
+    at = ptr + offsets(rows[:, None], cols[None, :], stride_row, stride_col)
+    return tl.load(at, mask=(rows[:, None] < n_rows) & seen[None, :], other=OTHER).to(tl.float32)
+
+
+@triton.jit
+def rotated_tile(
+    x_ptr, cos_ptr, sin_ptr, y_ptr, rows, n_rows,
+    stride_x, stride_xd, stride_cos, stride_cosw, stride_sin, stride_sinw, stride_y,
+    START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One head's rows. The partner is read once more: it hits L1, and no register moves."""
+    cols = tl.arange(0, WIDTH)
+    is_turned, partner, sign = lanes(cols, START, W, INTERLEAVED)
+    x = load_tile(x_ptr, rows, stride_x, stride_xd, n_rows, 0, WIDTH, D).to(tl.float32)
+    other = load_lanes(x_ptr, rows, partner, is_turned, stride_x, stride_xd, n_rows, 0.0)
+    cos = load_lanes(cos_ptr, rows, cols - START, is_turned, stride_cos, stride_cosw, n_rows, 1.0)
+    sin = load_lanes(sin_ptr, rows, cols - START, is_turned, stride_sin, stride_sinw, n_rows, 0.0)
+    y = x * cos + other * (sin * sign[None, :])
+    inside = (rows[:, None] < n_rows) & (cols < D)[None, :]
+    tl.store(
+        y_ptr + offsets(rows[:, None], cols[None, :], stride_y, 1),
+        y.to(y_ptr.dtype.element_ty),
+        mask=inside,
+    )
+
+
+@triton.jit
+def rotate_kernel(
+    q_ptr, cos_q_ptr, sin_q_ptr, q_out_ptr, k_ptr, cos_k_ptr, sin_k_ptr, k_out_ptr,
+    stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d,
+    stride_cos_q_b, stride_cos_q_l, stride_cos_q_w, stride_sin_q_b, stride_sin_q_l, stride_sin_q_w,
+    stride_k_b, stride_k_s, stride_k_k, stride_k_d,
+    stride_cos_k_b, stride_cos_k_s, stride_cos_k_w, stride_sin_k_b, stride_sin_k_s, stride_sin_k_w,
+    B, L, S, query_programs,
+    K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    START: tl.constexpr, W_Q: tl.constexpr, W_K: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    # Heads vary fastest: neighbours share the rows of cos and sin in L2.
+    pid = tl.program_id(0)
+    if pid < query_programs:
+        b = pid // (K * R) % B
+        k = pid % (K * R) // R
+        r = pid % R
+        rows = pid // (K * R) // B * ROWS + tl.arange(0, ROWS)
+        rotated_tile(
+            q_ptr + head_offset(b, k, r, stride_q_b, stride_q_k, stride_q_r),
+            cos_q_ptr + b.to(tl.int64) * stride_cos_q_b,
+            sin_q_ptr + b.to(tl.int64) * stride_sin_q_b,
+            q_out_ptr + (b.to(tl.int64) * L * K * R + k * R + r) * D, rows, L,
+            stride_q_l, stride_q_d, stride_cos_q_l, stride_cos_q_w, stride_sin_q_l, stride_sin_q_w,
+            K * R * D,
+            START, W_Q, INTERLEAVED, D, WIDTH,
+        )  # fmt: skip
+    else:
+        pid -= query_programs
+        b = pid // K % B
+        k = pid % K
+        rows = pid // K // B * ROWS + tl.arange(0, ROWS)
+        rotated_tile(
+            k_ptr + head_offset(b, k, k, stride_k_b, stride_k_k, 0),
+            cos_k_ptr + b.to(tl.int64) * stride_cos_k_b,
+            sin_k_ptr + b.to(tl.int64) * stride_sin_k_b,
+            k_out_ptr + (b.to(tl.int64) * S * K + k) * D, rows, S,
+            stride_k_s, stride_k_d, stride_cos_k_s, stride_cos_k_w, stride_sin_k_s, stride_sin_k_w,
+            K * D,
+            START, W_K, INTERLEAVED, D, WIDTH,
+        )  # fmt: skip
+
+
+def plan_rotation(
+    attention: Attention,
+) -> tuple[dict[str, Operand], tuple[Launch, ...], dict[str, str]]:
+    """Scratch tensors, at most one launch, and which slots the attention reads for q and k."""
+    tensors = attention.tensors
+    turned = [name for name in ("q", "k") if f"cos_{name}" in tensors]
+    names = {"q": "q", "k": "k"} | {name: f"{name}_rotated" for name in turned}
+    if not turned:
+        return {}, (), names
+    B, L, S, K, R, D, _ = attention.sizes
+    rows = 32
+    programs = {
+        "q": -(-L // rows) * B * K * R if "q" in turned else 0,
+        "k": -(-S // rows) * B * K if "k" in turned else 0,
+    }
+    scalars: dict[str, Any] = named_strides("q", tensors["q"], "blkrd") | named_strides(
+        "k", tensors["k"], "bskd"
+    )
+    for name, letters in (("cos_q", "blw"), ("sin_q", "blw"), ("cos_k", "bsw"), ("sin_k", "bsw")):
+        scalars |= named_strides(name, tensors.get(name), letters)
+    scalars |= {"B": B, "L": L, "S": S, "query_programs": programs["q"], "K": K, "R": R, "D": D}
+    scalars |= {
+        "WIDTH": 1 << (D - 1).bit_length(),
+        "START": attention.rope_start,
+        "INTERLEAVED": attention.rope_interleaved,
+    }
+    scalars |= {
+        f"W_{name.upper()}": tensors[f"cos_{name}"].shape[-1] if name in turned else 0
+        for name in ("q", "k")
+    }
+    inputs = {
+        f"{name}_ptr": name if name in tensors else "q"
+        for name in ("q", "k", "cos_q", "sin_q", "cos_k", "sin_k")
+    }
+    outputs = {f"{name}_out_ptr": names[name] for name in ("q", "k")}
+    launch = Launch(
+        rotate_kernel,
+        (programs["q"] + programs["k"],),
+        inputs | outputs,
+        scalars | {"ROWS": rows},
+        num_warps=4,
+        num_stages=1,
+    )
+    scratch = {
+        names[name]: Operand.contiguous(tensors[name].shape, tensors[name].dtype) for name in turned
+    }
+    return scratch, (launch,), names
+
+
+@triton.jit
+def turned_back(
+    y, y_ptr, rows, stride_y, n_rows, cos_ptr, sin_ptr, stride_cos, stride_cosw, stride_sin,
+    stride_sinw,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, START: tl.constexpr, W: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The rotation's adjoint, columns FIRST .. FIRST+WIDTH; the partners' y is read from y_ptr."""
+    cols = FIRST + tl.arange(0, WIDTH)
+    is_turned, partner, sign = lanes(cols, START, W, INTERLEAVED)
+    other = load_lanes(y_ptr, rows, partner, is_turned, stride_y, 1, n_rows, 0.0)
+    cos = load_lanes(cos_ptr, rows, cols - START, is_turned, stride_cos, stride_cosw, n_rows, 1.0)
+    sin = load_lanes(
+        sin_ptr, rows, partner - START, is_turned, stride_sin, stride_sinw, n_rows, 0.0
+    )
+    return y * cos - other * (sin * sign[None, :])
+
+
+@triton.jit
+def store_gradient(
+    y1, y2, y_ptr, rows, stride_y, n_rows, cos_ptr, sin_ptr, stride_cos, stride_cosw, stride_sin,
+    stride_sinw,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, START: tl.constexpr, W: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Stores a gradient, turned back first if W > 0.
+
+    A lane's partner sits in another thread, often in the other chunk. Exchanging them through the
+    destination, which stays in L1 and L2, costs no registers and no shared memory; the barriers
+    keep a store from overtaking a neighbour's load.
+    """
+    store_tile(y_ptr, y1, rows, stride_y, n_rows, 0, D1, D)
+    if D2:
+        store_tile(y_ptr, y2, rows, stride_y, n_rows, D1, D2, D)
+    if W:
+        tl.debug_barrier()
+        x1 = turned_back(
+            y1, y_ptr, rows, stride_y, n_rows, cos_ptr, sin_ptr, stride_cos, stride_cosw,
+            stride_sin, stride_sinw,
+            0, D1, START, W, INTERLEAVED,
+        )  # fmt: skip
+        x2 = y2
+        if D2:
+            x2 = turned_back(
+                y2, y_ptr, rows, stride_y, n_rows, cos_ptr, sin_ptr, stride_cos, stride_cosw,
+                stride_sin, stride_sinw,
+                D1, D2, START, W, INTERLEAVED,
+            )  # fmt: skip
+        tl.debug_barrier()
+        store_tile(y_ptr, x1, rows, stride_y, n_rows, 0, D1, D)
+        if D2:
+            store_tile(y_ptr, x2, rows, stride_y, n_rows, D1, D2, D)

@@ -1,0 +1,30 @@
+"""What tests claim of `compile_weights.py`: no spills, shared memory within limits, tensor cores used."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
+
+
+def assert_compiles(sm: int, cases: list[str]) -> None:
+    """Compiles the cases in a process that has no interpreter and checks every kernel."""
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    script = Path(__file__).with_name("compile_weights.py")
+    command = [sys.executable, "-W", "ignore", str(script), str(sm), *cases]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {record["case"] for record in records} == set(cases)
+    wrong = [
+        record
+        for record in records
+        if record["stack"] > 0
+        or record["shared"] > SHARED_LIMIT[sm]
+        or not (record["uses_tensor_cores"] or record["kernel"] == "prepare_kernel")
+    ]
+    assert wrong == []

@@ -1,0 +1,95 @@
+"""Every kernel compiles for sm_80, sm_90 and sm_100 without spills and within shared memory, no GPU
+needed."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
+CASES = {
+    80: [
+        "D64-E64-bf16-causal-padded",
+        "D96-E96-bf16-causal-padded",
+        "D128-E128-bf16-causal-rope",
+        "D256-E256-bf16-causal-padded",
+        "D64-E64-fp32-causal-padded",
+    ],
+    90: [
+        "D64-E64-bf16-causal-padded-adds",
+        "D64-E64-bf16-bias-keep-softcap",
+        "D96-E96-bf16-causal-padded",
+        "D128-E128-bf16-causal-rope",
+        "D128-E128-bf16-causal-pointers",
+        "D256-E256-bf16-causal-padded-rope",
+        "D64-E64-fp32-causal-padded",
+        "D64-E64-fp32-causal-tf32",
+        "D128-E128-fp32-causal-padded",
+        "D256-E256-fp32-causal-padded-tf32",
+    ],
+    100: [
+        "D64-E64-bf16-causal-padded",
+        "D96-E96-bf16-causal-padded",
+        "D128-E128-bf16-causal-rope",
+        "D256-E256-bf16-causal-padded",
+        "D64-E64-fp32-causal-padded",
+    ],
+}
+
+
+@functools.cache
+def records(sm):
+    """What compiling the cases of an architecture reports, from a process without interpreter."""
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    script = Path(__file__).with_name("compile_plans.py")
+    command = [sys.executable, "-W", "ignore", str(script), str(sm), *CASES[sm]]
+    done = subprocess.run(
+        command, env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", CASES)
+def test_no_kernel_spills(sm):
+    spilled = [
+        f"{x['case']} {x['kernel']}: {x['stack']} bytes" for x in records(sm) if x["stack"] > 0
+    ]
+    assert spilled == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", CASES)
+def test_every_kernel_fits_shared_memory(sm):
+    """Compiling does not refuse what no device could launch."""
+    too_big = [
+        f"{x['case']} {x['kernel']}: {x['shared']}"
+        for x in records(sm)
+        if x["shared"] > SHARED_LIMIT[sm]
+    ]
+    assert too_big == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", CASES)
+def test_products_run_on_tensor_cores(sm):
+    main = [x for x in records(sm) if x["kernel"].startswith(("forward", "keys", "queries"))]
+    assert [x["case"] for x in main if not x["uses_tensor_cores"]] == []
+    assert {x["case"].split("-")[0] for x in main} == {case.split("-")[0] for case in CASES[sm]}
+
+
+@pytest.mark.slow
+def test_contiguous_half_precision_streams_through_descriptors_on_hopper():
+    streamed = {
+        x["kernel"]
+        for x in records(90)
+        if x["case"] == "D128-E128-bf16-causal-rope" and x["uses_tma"]
+    }
+    assert streamed == {"forward_kernel", "keys_kernelKV", "queries_kernel"}

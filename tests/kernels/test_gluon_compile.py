@@ -1,0 +1,103 @@
+"""Warp-specialised kernels compile for sm_90 without spills and within shared memory."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inductor_gqa.kernels.gluon_forward import Switches, forward_sm90_kernel, plan_forward_sm90
+from inductor_gqa.kernels.gluon_tiles import WHY_NOT
+from inductor_gqa.kernels.plan import Attention, Operand
+
+SHARED_LIMIT = 232_448
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.bool: "i1"}
+CASES = (
+    "D64-bf16",
+    "D64-bf16-causal-rope",
+    "D64-fp16-window-padded",
+    "D128-bf16-causal",
+    "D128-bf16-offset-rope-pingpong",
+    "D128-bf16-causal-padded",
+    "D256-bf16-causal",
+)
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+def attention(case):
+    """B2-L1024-K2-R4 with the width, dtype and rules that the case names, and its switches."""
+    width, dtype, *names = case.split("-")
+    D, dtype = int(width[1:]), DTYPES[dtype]
+    B, L, S, K, R = 2, 1024, 1000 if "odd" in names else 1024, 2, 4
+    tensors = {
+        "q": Operand.contiguous((B, L, K, R, D), dtype),
+        "k": Operand.contiguous((B, S, K, D), dtype),
+        "v": Operand.contiguous((B, S, K, D), dtype),
+    }
+    bands = {"causal": (None, 0), "offset": (None, 37), "window": (-200, 0)}
+    lo, hi = next((band for name, band in bands.items() if name in names), (None, None))
+    if "padded" in names:
+        tensors["key_mask"] = Operand.contiguous((B, S), torch.bool)
+    if "rope" in names:
+        tables = dict.fromkeys(("cos_q", "sin_q"), Operand.contiguous((B, L, D), torch.float32))
+        tensors |= tables
+    switches = Switches(has_pingpong=True if "pingpong" in names else None)
+    numbers = {"scale": D**-0.5, "band_lo": lo, "band_hi": hi, "capability": (9, 0)}
+    return Attention(tensors, **numbers), switches
+
+
+def record_of(case):
+    """The Gluon launch of a case, in words that a process without torch understands."""
+    subject, switches = attention(case)
+    plan = plan_forward_sm90(subject, switches=switches)
+    slots = {**subject.tensors, **plan.allocate}
+    launch = next(x for x in plan.launches if x.kernel is forward_sm90_kernel)
+    return {
+        "name": case,
+        "module": "inductor_gqa.kernels.gluon_forward_kernel",
+        "kernel": "forward_sm90_kernel",
+        "pointers": {name: NAMES[slots[slot].dtype] for name, slot in launch.tensors.items()},
+        "descriptors": {
+            name: (NAMES[slots[box.slot].dtype], box.block)
+            for name, box in launch.descriptors.items()
+        },
+        "scalars": dict(launch.scalars),
+        "num_warps": launch.num_warps,
+    }
+
+
+@functools.cache
+def reports():
+    """What compiling reports, from a process that has no interpreter."""
+    root = Path(__file__).parents[2]
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    lines = "\n".join(json.dumps(record_of(case)) for case in CASES)
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("compile_gluon.py"))]
+    done = subprocess.run(
+        command, input=lines, env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_no_gluon_kernel_spills():
+    assert [x["name"] for x in reports()] == list(CASES)
+    assert [f"{x['name']}: {x['stack']} bytes" for x in reports() if x["stack"] > 0] == []
+
+
+@pytest.mark.slow
+def test_every_gluon_kernel_fits_shared_memory():
+    too_big = [f"{x['name']}: {x['shared']}" for x in reports() if x["shared"] > SHARED_LIMIT]
+    assert too_big == []
+
+
+@pytest.mark.slow
+def test_gluon_kernels_copy_and_multiply_in_hardware():
+    assert [x["name"] for x in reports() if not (x["products"] and x["copies"])] == []

@@ -1,0 +1,157 @@
+"""The warp-specialised forward without a GPU: when it runs and what it launches."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from inductor_gqa.kernels import gluon_tiles
+from inductor_gqa.kernels.gluon_empty_rows import fill_empty_rows_kernel
+from inductor_gqa.kernels.gluon_forward import (
+    Switches,
+    attention_forward_sm90,
+    forward_sm90_kernel,
+    plan_forward_sm90,
+    usable,
+)
+from inductor_gqa.kernels.plan import Attention, Operand, execute
+
+pytestmark = pytest.mark.skipif(gluon_tiles.WHY_NOT is not None, reason=str(gluon_tiles.WHY_NOT))
+B, L, S, K, R, D = 2, 300, 300, 2, 4, 128
+LOWEST = torch.finfo(torch.bfloat16).min
+
+
+def attention(dtype=torch.bfloat16, D=D, E=None, strides=None, tables=(), **numbers):
+    """B2-K2-R4-L300-S300 on sm_90; `strides` replaces those of the named operands."""
+    operands = {
+        "q": Operand.contiguous((B, L, K, R, D), dtype),
+        "k": Operand.contiguous((B, S, K, D), dtype),
+        "v": Operand.contiguous((B, S, K, E or D), dtype),
+    }
+    for name, value in (strides or {}).items():
+        operands[name] = dataclasses.replace(operands[name], strides=value)
+    for name in tables:
+        operands[name] = Operand.contiguous((B, L, D), torch.float32)
+    if numbers.pop("key_mask", False):
+        operands["key_mask"] = Operand.contiguous((B, S), torch.bool)
+    if numbers.pop("bias", False):
+        operands["bias"] = Operand.contiguous((B, K, R, L, S), dtype)
+    return Attention(operands, **({"scale": 0.1, "capability": (9, 0)} | numbers))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_runs_causal_attention_of_common_widths(D, dtype):
+    assert usable(attention(dtype, D, band_hi=0)) is None
+
+
+def test_runs_slices_of_a_merged_projection():
+    width = (K * R + 2 * K) * D
+    strides = {"q": (L * width, width, R * D, D, 1), "k": (S * width, width, D, 1)}
+    assert usable(attention(strides=strides, band_hi=0, band_lo=-99, key_mask=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"capability": (8, 0)}, "capability is (8, 0)"),
+        ({"capability": None}, "capability is None"),
+        ({"dtype": torch.float32}, "dtypes are ['torch.float32']"),
+        ({"D": 96}, "head dim is 96"),
+        ({"E": 64}, "head dim is 128 with values of 64"),
+        ({"softcap": 30.0}, "scale is 0.1"),
+        ({"scale": -1.0}, "scale is -1.0"),
+        ({"bias": True}, "bias"),
+        ({"band_hi": 0, "fill": -1e4}, "fill"),
+        ({"band_lo": -(2**31)}, "largest length or band is 2147483648"),
+        ({"D": 256, "key_mask": True}, "band_lo or key_mask is given"),
+        ({"strides": {"k": (0, K * D, D, 1)}}, "k: strides are (0, 256, 128, 1)"),
+        ({"strides": {"v": (S * K * D, K * D, D, 2)}}, "v: last stride is 2"),
+        ({"strides": {"q": (L * 1028, 1028, 512, 128, 1)}}, "q: strides are"),
+    ],
+)
+def test_says_why_it_does_not_run(changes, reason):
+    assert reason in usable(attention(**changes))
+
+
+def test_names_an_unaligned_operand():
+    subject = attention()
+    odd = dataclasses.replace(subject.tensors["k"], is_aligned=False)
+    subject = dataclasses.replace(subject, tensors={**subject.tensors, "k": odd})
+    assert usable(subject) == "k: first byte is not on a multiple of 16"
+
+
+def test_launcher_raises_the_reason_on_a_cpu():
+    x = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="capability is None"):
+        attention_forward_sm90(x[:, :, None], x, x, scale=1.0)
+
+
+def test_a_dimension_of_one_may_have_any_stride():
+    strides = {"q": (L * K * R * D, K * R * D, R * D, D, 1)}
+    subject = attention(strides=strides)
+    single = Operand((1, S, K, D), (3, K * D, D, 1), torch.bfloat16)
+    query = Operand((1, L, K, R, D), (0, K * R * D, R * D, D, 1), torch.bfloat16)
+    tensors = {"q": query, "k": single, "v": single}
+    assert usable(dataclasses.replace(subject, tensors=tensors)) is None
+
+
+def test_q_is_rotated_by_the_groups_and_k_by_a_launch():
+    tables = ("cos_q", "sin_q", "cos_k", "sin_k")
+    plan = plan_forward_sm90(attention(tables=tables))
+    assert [x.kernel.fn.__name__ for x in plan.launches] == ["rotate_kernel", "forward_sm90_kernel"]
+    assert plan.launches[0].scalars["W_Q"] == 0
+    assert plan.launches[1].scalars["ROPE"]
+    assert plan.launches[1].descriptors["k_desc"].slot == "k_rotated"
+    assert "q_rotated" not in plan.allocate
+
+
+@pytest.mark.parametrize("changes", [{"rope_interleaved": True}, {"D": 256}])
+def test_q_is_rotated_by_a_launch_where_the_groups_cannot(changes):
+    plan = plan_forward_sm90(attention(tables=("cos_q", "sin_q"), **changes))
+    assert plan.launches[0].scalars["W_Q"] > 0
+    assert not plan.launches[1].scalars["ROPE"]
+    assert plan.launches[1].descriptors["q_desc"].slot == "q_rotated"
+
+
+def test_rows_are_filled_only_where_some_may_be_empty():
+    def kernels(**numbers):
+        return [x.kernel for x in plan_forward_sm90(attention(**numbers)).launches]
+
+    both = [forward_sm90_kernel, fill_empty_rows_kernel]
+    assert kernels(band_hi=0, fill=LOWEST) == both[:1]
+    assert kernels(band_hi=0, key_mask=True) == both[:1]
+    assert kernels(band_hi=0, key_mask=True, fill=LOWEST) == both
+    assert kernels(band_hi=-1, fill=LOWEST) == both
+
+
+def test_persistent_grid_is_as_wide_as_the_device():
+    long = attention()
+    assert plan_forward_sm90(long, multiprocessors=7).launches[0].grid == (7,)
+    apart = plan_forward_sm90(long, multiprocessors=7, switches=Switches(is_persistent=False))
+    assert apart.launches[0].grid == (-(-L // 128) * B * K * R,)
+
+
+def test_empty_rows_become_the_mean_of_v(device):
+    """L1000 crosses the rows of a program; in one head most rows are empty, in another none."""
+    L, S = 1000, 130
+    v = torch.randn(B, S, K, 64, device=device)
+    out = torch.full((B, L, K, R, 64), math.nan, device=device)
+    lse = torch.full((B, K, R, L), -math.inf, device=device)
+    has_keys = torch.rand(B, K, R, L, device=device) < 0.3
+    has_keys[1, 1] = True
+    lse[has_keys] = 1.0
+    out[has_keys.permute(0, 3, 1, 2)] = 2.0
+    operands = {"q": Operand.contiguous((B, L, K, R, 64), v.dtype), "v": Operand.of(v)}
+    subject = Attention(
+        {**operands, "k": operands["v"]}, scale=1.0, band_hi=-1, fill=LOWEST, capability=(9, 0)
+    )
+    plan = plan_forward_sm90(subject)
+    plan = dataclasses.replace(plan, allocate={}, launches=plan.launches[1:])
+    execute(plan, {"q": out, "v": v, "out": out, "lse": lse})
+    mean = v.double().mean(1)[:, None, :, None].float().expand_as(out)
+    empty = ~has_keys.permute(0, 3, 1, 2)
+    assert torch.equal(lse, torch.where(has_keys, 1.0, math.inf))
+    torch.testing.assert_close(out[empty], mean[empty])
+    assert bool((out[~empty] == 2.0).all())

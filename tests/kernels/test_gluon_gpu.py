@@ -1,0 +1,191 @@
+"""The warp-specialised forward on a Hopper GPU against fp64, its outputs NaN beforehand."""
+
+import math
+
+import pytest
+import torch
+from kernels.oracle import Case, errors_of
+
+from inductor_gqa.kernels.forward import attention_forward
+from inductor_gqa.kernels.gluon_forward import Switches, attention_forward_sm90
+from inductor_gqa.kernels.gluon_tiles import WHY_NOT
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    pytest.mark.skipif(not IS_HOPPER, reason="no GPU of capability 9.0"),
+]
+LENGTHS = (1, 63, 64, 65, 129, 1000)
+LOWEST = torch.finfo(torch.bfloat16).min
+
+
+@pytest.fixture(autouse=True)
+def nan_filled(monkeypatch):
+    """A row that a kernel forgets shows."""
+    plain = torch.empty
+
+    def empty(*args, **keywords):
+        x = plain(*args, **keywords)
+        return x.fill_(math.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def case_of(B, L, S, K, R, D, dtype=torch.bfloat16, **keywords):
+    q, k, v = normal(B, L, K, R, D), normal(B, S, K, D), normal(B, S, K, D)
+    keywords = {"scale": D**-0.5} | keywords
+    return Case(q.to(dtype), k.to(dtype), v.to(dtype), keywords)
+
+
+def errors(case, switches=None):
+    switches = switches or Switches()
+    out, lse = attention_forward_sm90(case.q, case.k, case.v, switches=switches, **case.keywords)
+    return errors_of(case, {"out": out, "lse": lse})
+
+
+def tables(B, N, D, dtype=torch.float32):
+    """cos and sin of full width whose halves differ: no column may stand in for another."""
+    angles = torch.rand(B, N, D, device="cuda") * 6
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
+@pytest.mark.parametrize("L", LENGTHS)
+def test_equals_fp64_at_any_length(L, band, D):
+    assert errors(case_of(2, L, L, 2, 4, D, **band)) == []
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
+def test_equals_fp64_at_length_4096(band, D):
+    assert errors(case_of(1, 4096, 4096, 1, 2, D, **band)) == []
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_equals_fp64_in_half_precision(D):
+    assert errors(case_of(2, 1000, 1000, 2, 4, D, torch.float16, band_hi=0)) == []
+
+
+@pytest.mark.parametrize("R", [1, 4, 8])
+def test_equals_fp64_for_groups_of(R):
+    assert errors(case_of(2, 300, 300, 3, R, 128, band_hi=0)) == []
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(("L", "S"), [(1, 1000), (65, 129), (129, 1000), (1000, 65), (300, 4096)])
+def test_causal_with_offset_equals_fp64(L, S, D):
+    """The offset aligns the ends; where L > S the first rows see nothing and are NaN."""
+    assert errors(case_of(2, L, S, 2, 4, D, band_hi=S - L)) == []
+    assert errors(case_of(2, L, S, 2, 4, D)) == []
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("width", [1, 17, 128, 200, 5000])
+@pytest.mark.parametrize(("L", "S"), [(63, 63), (1000, 1000), (129, 700)])
+def test_sliding_window_equals_fp64(L, S, width, D):
+    hi = S - L
+    assert errors(case_of(2, L, S, 2, 4, D, band_hi=hi, band_lo=hi - width + 1)) == []
+    assert errors(case_of(2, L, S, 2, 4, D, band_hi=hi + width, band_lo=hi - width)) == []
+    assert errors(case_of(2, L, S, 2, 4, D, band_lo=hi - width)) == []
+
+
+@pytest.mark.parametrize("fill", [-math.inf, LOWEST], ids=["drop", "absorb"])
+@pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_key_mask_equals_fp64(D, band, fill):
+    """Left padding empties the first causal rows; one batch is wholly hidden."""
+    B, L = 4, 1000
+    key_mask = torch.arange(L, device="cuda")[None, :] >= torch.tensor(
+        [[0], [130], [517], [L]], device="cuda"
+    )
+    key_mask[0] = torch.rand(L, device="cuda") < 0.5
+    case = case_of(B, L, L, 2, 4, D, key_mask=key_mask, fill=fill, **band)
+    assert errors(case) == []
+    wide = torch.zeros(B, L, 3, dtype=torch.bool, device="cuda")
+    wide[..., 1] = key_mask
+    case.keywords["key_mask"] = wide[..., 1]
+    assert errors(case) == []
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_slices_of_a_merged_projection_equal_fp64(D):
+    B, L, K, R = 2, 1000, 2, 4
+    merged = normal(B, L, (K * R + 2 * K) * D)
+    q, k, v = merged.split([K * R * D, K * D, K * D], dim=-1)
+    q, k, v = q.unflatten(-1, (K, R, D)), k.unflatten(-1, (K, D)), v.unflatten(-1, (K, D))
+    assert errors(Case(q, k, v, {"scale": D**-0.5, "band_hi": 0})) == []
+
+
+def test_heads_before_positions_equal_fp64():
+    case = case_of(2, 200, 200, 2, 4, 128, band_hi=0)
+    case.q = case.q.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
+    case.k = case.k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert errors(case) == []
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("rotates_q", [True, False], ids=["inside", "launch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotated_attention_equals_fp64(dtype, rotates_q, D):
+    B, L = 2, 333
+    cos, sin = tables(1, L, D, dtype)
+    cos, sin = cos.expand(B, L, D), sin.expand(B, L, D)
+    keywords = {"cos_q": cos, "sin_q": sin, "cos_k": cos, "sin_k": sin, "band_hi": 0}
+    case = case_of(B, L, L, 2, 4, D, **keywords)
+    assert errors(case, Switches(rotates_q=rotates_q)) == []
+
+
+def test_a_rotated_q_may_have_strides_that_cannot_be_copied():
+    B, L, D = 2, 200, 128
+    cos, sin = tables(B, L, D)
+    case = case_of(B, L, L, 2, 4, D, cos_q=cos, sin_q=sin)
+    odd = torch.zeros(B, L, 2, 4, D + 1, device="cuda", dtype=torch.bfloat16)
+    odd[..., :D] = case.q
+    case.q = odd[..., :D]
+    assert errors(case) == []
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("has_pingpong", [False, True])
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_switches_do_not_change_a_bit(is_persistent, has_pingpong, D):
+    case = case_of(2, 2048, 2048, 2, 4, D, band_hi=0)
+    switches = Switches(has_pingpong=has_pingpong, is_persistent=is_persistent)
+    plain = attention_forward_sm90(case.q, case.k, case.v, **case.keywords)
+    other = attention_forward_sm90(case.q, case.k, case.v, switches=switches, **case.keywords)
+    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("rules", ["plain", "rope", "padded"])
+def test_twenty_runs_give_the_same_bits(rules, D):
+    """No atomics: a bit that moves is a race."""
+    B, L = 2, 4096
+    keywords = {"band_hi": 0}
+    if rules == "rope":
+        keywords |= dict(zip(("cos_q", "sin_q"), tables(B, L, D), strict=True))
+    if rules == "padded":
+        keywords["key_mask"] = torch.rand(B, L, device="cuda") < 0.9
+    case = case_of(B, L, L, 4, 4, D, **keywords)
+    first = attention_forward_sm90(case.q, case.k, case.v, **case.keywords)
+    assert not bool(first[1].isnan().any())
+    for _ in range(20):
+        again = attention_forward_sm90(case.q, case.k, case.v, **case.keywords)
+        for a, b in zip(first, again, strict=True):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_agrees_with_the_plain_kernel_over_many_tiles(D):
+    """Many more tiles than programs: order, slots and phases of the walk."""
+    case = case_of(4, 1111, 1333, 4, 8, D, band_hi=222)
+    ours = attention_forward_sm90(case.q, case.k, case.v, **case.keywords)
+    plain = attention_forward(case.q, case.k, case.v, **case.keywords)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,425 @@
+"""What stands between q k^T and the weights: scale, softcap, softmax, dropout; and what is done with the weights."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused import FORWARD, fuses, leaves, never_wrong, run
+from spellings import Attention, inputs, repeat_kv, softmax_fp32
+from torch import nn
+
+
+class Scaled(Attention):
+    """`before(q, k)` returns them scaled; `after(s)` scales the scores."""
+
+    def __init__(self, before=None, after=None, **options):
+        super().__init__(scores=after or (lambda s: s), **options)
+        self.before = before or (lambda q, k: (q, k))
+
+    def attend(self, q, k, v):
+        return super().attend(*self.before(q, k), v)
+
+
+SCALES = {
+    "on_q": {"before": lambda q, k: (q * 0.4, k)},
+    "on_k": {"before": lambda q, k: (q, k * 0.4)},
+    "on_both": {"before": lambda q, k: (q * 0.4**0.5, k * 0.4**0.5)},
+    "on_scores": {"after": lambda s: s * 0.4},
+    "number_first": {"after": lambda s: 0.4 * s},
+    "divided": {"after": lambda s: s / 2.5},
+    "divided_q": {"before": lambda q, k: (q / 2.5, k)},
+    "divided_in_place": {"after": lambda s: s.div_(2.5)},
+    "everywhere": {"before": lambda q, k: (q * 0.8, k / 2.0), "after": lambda s: s * 1.25 / 1.25},
+    "one": {},
+    "negative": {"after": lambda s: s * -0.4},
+    "negated": {"after": lambda s: -s},
+    "whole": {"after": lambda s: s * 2},
+    "sqrt": {"after": lambda s: s / math.sqrt(8)},
+    "tensor": {"after": lambda s: s * torch.tensor(0.4)},
+    "full": {"after": lambda s: s / torch.full([], 8**0.5, dtype=s.dtype)},
+    "constant_added": {"after": lambda s: s * 0.4 + 1.5},
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_fuses_scale(name):
+    fuses(Scaled(**SCALES[name]), *inputs(), scores=(11, 11))
+
+
+@pytest.mark.parametrize("name", ["on_q", "on_k", "on_both", "on_scores", "everywhere"])
+def test_scale_reaches_the_op_as_one_number(name):
+    """Where it is not read it is multiplied outside, which costs a pass over q or k."""
+    seen = fuses(Scaled(**SCALES[name]), *inputs(), train=False)
+    assert seen.argument("scale") in (pytest.approx(0.4), 1.0)
+
+
+def test_fuses_scale_on_q_before_rotation():
+    class Before(Attention):
+        def rotated(self, x, length):
+            return super().rotated(x * 0.6, length)
+
+    fuses(Before(), *inputs(), scores=(11, 11))
+
+
+def test_fuses_scale_that_is_a_tensor_input():
+    class Given(Attention):
+        def forward(self, x, factor):
+            self.factor = factor
+            return super().forward(x)
+
+    module = Given()
+    module.scores = lambda s: s * module.factor
+    never_wrong(module, *inputs(), torch.tensor(0.4), train=False)
+
+
+def test_scale_that_needs_a_gradient_gets_it():
+    def forward(q, k, v, factor):
+        return torch.softmax(q @ k.mT * factor, -1) @ v
+
+    q, k, v = (torch.randn(2, 3, 11, 8, requires_grad=True) for _ in range(3))
+    never_wrong(forward, q, k, v, torch.tensor(0.4, requires_grad=True))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 1), (1,), (2, 1, 1, 1), (11, 1), (11,)], ids=str)
+@pytest.mark.parametrize("grad", [False, True], ids=["constant", "learned"])
+def test_scale_by_a_tensor_with_dims_is_never_wrong(shape, grad):
+    def forward(q, k, v, factor):
+        return torch.softmax(q @ k.mT * factor, -1) @ v
+
+    q, k, v = (torch.randn(2, 3, 11, 8, requires_grad=True) for _ in range(3))
+    never_wrong(forward, q, k, v, (torch.rand(shape) + 0.5).requires_grad_(grad))
+
+
+def test_temperature_of_each_query():
+    """Llama 4 scales q by a tensor over the positions."""
+
+    class Tempered(Attention):
+        def attend(self, q, k, v):
+            t = torch.log1p(torch.floor((torch.arange(q.shape[2]).float() + 1) / 4)) * 0.1 + 1
+            return super().attend((q * t[None, None, :, None]).to(q.dtype), k, v)
+
+    fuses(Tempered(), *inputs())
+
+
+def test_number_scale_with_dynamic_shapes():
+    """A Python number becomes an fp64 input of the graph."""
+    more = [inputs(L=17, seed=2)]
+    fuses(Attention(scale=0.37), *inputs(L=13), dynamic=True, more=more)
+
+
+class Factor(nn.Module):
+    """The scale is an attribute, which Dynamo may turn into a symbol."""
+
+    def forward(self, q, k, v, factor):
+        return torch.softmax((q @ k.mT) * factor, -1) @ v
+
+
+def test_number_scale_that_is_an_argument():
+    q, k, v = (torch.randn(2, 3, 11, 8, requires_grad=True) for _ in range(3))
+    never_wrong(Factor(), q, k, v, 0.41, dynamic=True)
+
+
+@pytest.mark.parametrize("cap", [0.5, 5.0, 50.0])
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_fuses_softcap(cap, mask):
+    def hide(self, s):
+        L = s.shape[-1]
+        return s.masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), float("-inf"))
+
+    def scores(s):
+        return torch.tanh(s * 0.4 / cap) * cap
+
+    module = Attention(scores=scores, mask=hide if mask else None)
+    seen = fuses(module, *inputs(), scores=(11, 11))
+    assert f"softcap {cap:g}" in seen.summary
+
+
+def test_fuses_softcap_in_fp32_of_bf16_scores():
+    def scores(s):
+        return (torch.tanh(s.float() * 0.4 / 5.0) * 5.0).to(s.dtype)
+
+    fuses(Attention(scores=scores, dtype=torch.bfloat16, D=16), *inputs(dtype=torch.bfloat16))
+
+
+NOT_CAPS = {
+    "two_constants": lambda s: torch.tanh(s / 4.0) * 5.0,
+    "no_factor": lambda s: torch.tanh(s),
+    "negative": lambda s: torch.tanh(s / 4.0) * -4.0,
+    "negative_inside": lambda s: torch.tanh(s / -4.0) * 4.0,
+    "both_negative": lambda s: torch.tanh(s / -4.0) * -4.0,
+    "shifted_inside": lambda s: torch.tanh((s + 3.0) / 4.0) * 4.0,
+    "max_subtracted_inside": lambda s: torch.tanh((s - s.amax(-1, keepdim=True)) / 4.0) * 4.0,
+    "detached_max_inside": lambda s: (
+        torch.tanh((s - s.amax(-1, keepdim=True).detach()) / 4.0) * 4.0
+    ),
+    "shifted_outside": lambda s: torch.tanh(s / 4.0) * 4.0 + 3.0,
+    "twice": lambda s: torch.tanh(torch.tanh(s / 4.0) * 4.0 / 3.0) * 3.0,
+    "masked_inside": lambda s: torch.tanh((s + torch.arange(11.0)) / 4.0) * 4.0,
+    "sigmoid": lambda s: torch.sigmoid(s / 4.0) * 4.0,
+    "squared": lambda s: torch.tanh(s / 4.0) ** 2 * 4.0,
+    "times_itself": lambda s: torch.tanh(s / 4.0) * s,
+    "scaled_after": lambda s: torch.tanh(s / 4.0) * 4.0 * 0.3,
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", NOT_CAPS)
+def test_near_miss_of_a_softcap_is_never_wrong(name, train):
+    never_wrong(Attention(scores=NOT_CAPS[name]), *inputs(), train=train)
+
+
+def by_hand(s):
+    e = torch.exp(s - s.max(-1, keepdim=True).values)
+    return e / e.sum(-1, keepdim=True)
+
+
+def by_hand_with_amax(s):
+    e = (s - s.amax(dim=-1, keepdim=True)).exp()
+    return e / e.sum(dim=-1, keepdim=True)
+
+
+def by_hand_detached(s):
+    e = torch.exp(s - s.detach().amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+SOFTMAXES = {
+    "functional": lambda s: F.softmax(s, -1),
+    "fp32_and_back": softmax_fp32,
+    "float_first": lambda s: F.softmax(s.float(), -1).type_as(s),
+    "method": lambda s: s.softmax(-1),
+    "positive_dim": lambda s: torch.softmax(s, dim=3),
+    "module": nn.Softmax(dim=-1),
+    "max_subtracted": lambda s: F.softmax(s - s.max(-1, keepdim=True).values, -1),
+    "detached_max_subtracted": lambda s: F.softmax(s - s.detach().amax(-1, keepdim=True), -1),
+    "by_hand": by_hand,
+    "by_hand_with_amax": by_hand_with_amax,
+    "by_hand_detached": by_hand_detached,
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_fuses_softmax_in_inference(name):
+    fuses(Attention(softmax=SOFTMAXES[name]), *inputs(L=11), train=False, scores=(11, 11))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in SOFTMAXES if n not in ("max_subtracted", "by_hand", "by_hand_with_amax")]
+)
+def test_fuses_softmax_in_training(name):
+    fuses(Attention(softmax=SOFTMAXES[name]), *inputs(), scores=(11, 11))
+
+
+@pytest.mark.parametrize("name", ["max_subtracted", "by_hand", "by_hand_with_amax"])
+def test_gradient_through_the_maximum_is_never_wrong(name):
+    never_wrong(Attention(softmax=SOFTMAXES[name]), *inputs())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["functional", "fp32_and_back", "float_first", "by_hand_detached"])
+def test_narrow_softmax(name, dtype):
+    module = Attention(softmax=SOFTMAXES[name], D=16, dtype=dtype)
+    never_wrong(module, *inputs(dtype=dtype))
+
+
+def test_softmax_by_exp_and_sum_without_maximum():
+    """Eager may overflow where a fused softmax would not."""
+    module = Attention(softmax=lambda s: s.exp() / s.exp().sum(-1, keepdim=True))
+    run(module, *inputs())
+
+
+def test_log_softmax_is_not_taken_for_a_softmax():
+    run(Attention(softmax=lambda s: F.log_softmax(s, -1)), *inputs())
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_product_spelled_keys_first_is_never_wrong(train):
+    class KeysFirst(Attention):
+        def attend(self, q, k, v):
+            k, v = repeat_kv(k, self.H // self.K), repeat_kv(v, self.H // self.K)
+            p = torch.softmax(k @ q.mT * self.scale, dim=-2)
+            return (p.mT @ v).transpose(1, 2).flatten(2)
+
+    never_wrong(KeysFirst(), *inputs(), train=train)
+    never_wrong(KeysFirst(rotation=None), *inputs(L=11, S=13), train=train)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_scores_transposed_before_the_softmax_fuse(train):
+    class KeysFirst(Attention):
+        def attend(self, q, k, v):
+            k, v = repeat_kv(k, self.H // self.K), repeat_kv(v, self.H // self.K)
+            p = torch.softmax((k @ q.mT * self.scale).mT, dim=-1)
+            return (p @ v).transpose(1, 2).flatten(2)
+
+    fuses(KeysFirst(rotation=None), *inputs(L=11, S=13), train=train, scores=(11, 13))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_dropout_of_the_weights(p, training):
+    """Without effect it is no obstacle; with one the site is left, or drops what eager drops."""
+    module = Attention()
+    module.softmax = lambda s: F.dropout(softmax_fp32(s), p=p, training=training)
+    with torch._inductor.config.patch(fallback_random=True):
+        if p == 0.0 or not training:
+            fuses(module, *inputs(), scores=(11, 11))
+        else:
+            run(module, *inputs())
+
+
+def test_dropout_module():
+    class Dropped(Attention):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.drop = nn.Dropout(0.3)
+            self.softmax = lambda s: self.drop(softmax_fp32(s))
+
+    fuses(Dropped().eval(), *inputs(), scores=(11, 11))
+
+
+def returns_weights(self, q, k, v):
+    s = self.grouping.scores(q, k) * self.scale
+    p = self.softmax(s)
+    return self.grouping.out(p, v).transpose(1, 2).flatten(2), p
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_returned_weights_are_right(train):
+    class Returning(Attention):
+        attend = returns_weights
+
+    never_wrong(Returning(), *inputs(), train=train)
+    never_wrong(Returning(dtype=torch.bfloat16, D=16), *inputs(dtype=torch.bfloat16), train=train)
+
+
+def test_returned_weights_without_a_gradient_of_their_own():
+    class Returning(Attention):
+        def attend(self, q, k, v):
+            out, p = returns_weights(self, q, k, v)
+            return out, p.detach()
+
+    never_wrong(Returning(), *inputs())
+
+
+def test_returned_weights_with_the_mask_and_groups():
+    class Returning(Attention):
+        def attend(self, q, k, v):
+            s = self.grouping.scores(q, k) * self.scale
+            L = s.shape[-1]
+            s = s.masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), float("-inf"))
+            p = self.softmax(s)
+            return self.grouping.out(p, v).transpose(1, 2).flatten(2), p
+
+    never_wrong(Returning(grouping="Grouped5D"), *inputs(), train=False)
+    never_wrong(Returning(), *inputs(), train=False)
+
+
+def test_mean_of_the_weights_over_heads():
+    class Returning(Attention):
+        def attend(self, q, k, v):
+            out, p = returns_weights(self, q, k, v)
+            return out, p.mean(1)
+
+    never_wrong(Returning(), *inputs(), train=False)
+    never_wrong(Returning(), *inputs())
+
+
+def test_scores_that_are_returned_too():
+    class Returning(Attention):
+        def attend(self, q, k, v):
+            s = self.grouping.scores(q, k) * self.scale
+            out = self.grouping.out(self.softmax(s), v)
+            return out.transpose(1, 2).flatten(2), s
+
+    never_wrong(Returning(), *inputs(), train=False)
+    never_wrong(Returning(), *inputs())
+
+
+FINISHES = {
+    "transposed": lambda o: o.transpose(1, 2).contiguous().flatten(2),
+    "reshaped": lambda o: o.transpose(1, 2).reshape(o.shape[0], o.shape[2], -1),
+    "heads_first": lambda o: o,
+    "permuted": lambda o: o.permute(2, 0, 1, 3),
+    "flat": lambda o: o.reshape(-1),
+    "gated": lambda o: o.transpose(1, 2).flatten(2) * torch.sigmoid(o.transpose(1, 2).flatten(2)),
+    "last_query": lambda o: o[:, :, -1],
+    "one_head": lambda o: o[:, 1],
+    "cast": lambda o: o.double(),
+    "several": lambda o: (o.transpose(1, 2), o.sum(-1), o.flatten(1)),
+    "half_of_the_lanes": lambda o: o[..., ::2],
+    "split_heads": lambda o: o.split([1, 3], 1),
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", FINISHES)
+def test_fuses_whatever_becomes_of_the_output(name, train):
+    fuses(Attention(finish=FINISHES[name]), *inputs(), train=train)
+
+
+def test_sinks_as_a_concatenated_column():
+    """gpt-oss: a logit per head joins the softmax and is dropped."""
+
+    class Sinks(Attention):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.sinks = nn.Parameter(torch.linspace(-1, 1, self.H))
+
+        def attend(self, q, k, v):
+            s = self.grouping.scores(q, k) * self.scale
+            column = self.sinks.reshape(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], -1)
+            s = torch.cat([s, column], -1)
+            s = s - s.max(-1, keepdim=True).values
+            p = F.softmax(s, -1, dtype=s.dtype)[..., :-1]
+            return self.grouping.out(p, v).transpose(1, 2).flatten(2)
+
+    run(Sinks(), *inputs())
+    run(Sinks(), *inputs(), train=False)
+
+
+def test_column_of_zeros_beside_the_scores():
+    """softmax1, or a key of zeros."""
+
+    class Zero(Attention):
+        def attend(self, q, k, v):
+            s = self.grouping.scores(q, k) * self.scale
+            p = torch.softmax(F.pad(s, (0, 1)), -1)[..., :-1]
+            return self.grouping.out(p, v).transpose(1, 2).flatten(2)
+
+    run(Zero(), *inputs())
+
+
+def test_weights_renormalised_are_left():
+    module = Attention()
+    module.softmax = lambda s: (lambda p: p / (p.sum(-1, keepdim=True) + 1e-3))(
+        torch.softmax(s, -1)
+    )
+    run(module, *inputs())
+
+
+def test_large_logits_are_as_exact_as_eager():
+    fuses(Attention(scale=30.0), *inputs())
+    fuses(Attention(scale=1e-4), *inputs())
+
+
+def test_equal_logits():
+    x = torch.ones(2, 11, 24, requires_grad=True)
+    fuses(Attention(), x)
+
+
+def test_left_softmax_over_another_dim_says_which():
+    module = Attention(softmax=lambda s: torch.softmax(s, 1))
+    leaves(module, *inputs(), reason_contains="dim 1 of 4")
+
+
+def test_fp64_is_as_exact_as_eager():
+    module = Attention(dtype=torch.float64, softmax=lambda s: torch.softmax(s, -1))
+    seen = fuses(module, *inputs(dtype=torch.float64))
+    assert seen.node_of(FORWARD).args[0].meta["val"].dtype is torch.float64
+
+
+def test_real_code_is_generated_and_right():
+    module = Attention(scores=lambda s: torch.tanh(s * 0.4 / 5.0) * 5.0)
+    assert run(module, *inputs(), codegen=True).fused == 1
