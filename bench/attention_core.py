@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from inductor_gqa.cli.measure import median_ms, times_ms
 from inductor_gqa.kernels.backward import attention_backward
 from inductor_gqa.kernels.forward import attention_forward
+from inductor_gqa.kernels.gluon_backward import attention_backward_sm90
 from inductor_gqa.kernels.gluon_forward import Switches, attention_forward_sm90
 from measure import record, write
 
@@ -147,10 +148,8 @@ def wrong_results(results: Results, problem: Problem) -> list[str]:
 
 def sdpa(leaves: list[torch.Tensor], problem: Problem, backend: SDPBackend) -> torch.Tensor:
     with sdpa_kernel(backend):
-        heads_first = (x.transpose(1, 2) for x in leaves)
-        out = F.scaled_dot_product_attention(
-            *heads_first, is_causal=problem.is_causal, enable_gqa=True
-        )
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=problem.is_causal, enable_gqa=True)
     return out.transpose(1, 2)
 
 
@@ -168,8 +167,8 @@ def flex(leaves: list[torch.Tensor], problem: Problem) -> torch.Tensor:
         # One graph a shape: past the default limit flex_attention silently runs eager.
         torch._dynamo.config.recompile_limit = 256
         SHARED["flex"] = torch.compile(flex_attention, dynamic=False)
-    heads_first = (x.transpose(1, 2) for x in leaves)
-    return SHARED["flex"](*heads_first, block_mask=mask, enable_gqa=True).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    return SHARED["flex"](q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 SHARED: dict[str, Any] = {}
@@ -252,6 +251,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "backward": {
         "triton": our_backward(attention_backward),
+        "gluon": our_backward(attention_backward_sm90),
         "cudnn": peer_backward(sdpa, SDPBackend.CUDNN_ATTENTION),
         "flash": peer_backward(sdpa, SDPBackend.FLASH_ATTENTION),
         "flex": peer_backward(flex),
@@ -302,13 +302,13 @@ def measured(problem: Problem, direction: str, args: argparse.Namespace) -> list
         try:
             step = prepare(problem)
             wrong = wrong_results(step(), problem)
+            if not wrong:
+                steps[name] = step
         except Exception as problem_met:  # one broken variant must not hide the others
             wrong = [f"{type(problem_met).__name__}: {str(problem_met).strip()[-300:]}"]
         if wrong:
             rows[name]["status"] = "; ".join(wrong)
             print(f"NOT TIMED {direction} {problem.name} {name}: {rows[name]['status']}")
-            continue
-        steps[name] = step
     if args.regime == "rested":
         times = rested(steps, args.count, args.pause)
     else:

@@ -1,8 +1,10 @@
-"""Checks and times the attention kernels of the two programs of `seed_programs.py` alone, on one GPU.
+"""Checks and times the attention kernels of the two programs of `seed_programs.py` alone, on one
+GPU.
 
-For each program a few configurations take turns on five shapes; the best by geometric mean then runs all sixteen. Every
-timed launch is first compared with fp64: the largest error may be twice that of eager in the same dtype. Times are medians
-of CUDA graph replays, each behind a write that flushes L2.
+For each program a few configurations take turns on five shapes; the best by geometric mean then
+runs all sixteen. Every timed launch is first compared with fp64: the largest error may be twice
+that of eager in the same dtype. Times are medians of CUDA graph replays, each behind a write that
+flushes L2.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import seed_programs
 import torch
 
+import seed_programs
 from inductor_gqa.kernels.configs import Tiles
 from inductor_gqa.kernels.forward import collect
 from inductor_gqa.kernels.plan import Operand, Plan, execute
@@ -35,9 +37,7 @@ SMALL, LARGE = Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2)
 CONFIGS_003 = {
     "64x64/4w/2s, dS in L2": WeightsConfig(SMALL, SMALL),
     "64x64/4w/2s, dS kept": WeightsConfig(SMALL, SMALL, ds_bytes=ALWAYS),
-    "128x64/8w, 64x128/8w/3s, dS kept": WeightsConfig(
-        LARGE, Tiles(64, 128, 8, 3), ds_bytes=ALWAYS
-    ),
+    "128x64/8w, 64x128/8w/3s, dS kept": WeightsConfig(LARGE, Tiles(64, 128, 8, 3), ds_bytes=ALWAYS),
     "128x64/8w, 64x64/4w/3s turned, dS again": WeightsConfig(
         LARGE, Tiles(64, 64, 4, 3), ds_bytes=0, is_turned=True
     ),
@@ -52,7 +52,8 @@ SWEPT = {
     "003": [(1, 128), (2, 449), (1, 1024), (4, 512), (1, 2048)],
     "075": [(1, 131), (8, 256), (16, 449), (16, 512), (1, 4096)],
 }
-# A tf32 operand keeps ten bits of mantissa, half an ulp of which is 2**-11; sums of rounded products differ by little more.
+# A tf32 operand keeps ten bits of mantissa, half an ulp of which is 2**-11; sums of rounded
+# products differ by little more.
 TF32_FLOOR = 2.0**-10
 
 
@@ -79,7 +80,8 @@ def time_us(call: Callable[[], object], flush: torch.Tensor, rounds: int) -> flo
 def worst(
     ours: Any, near: Any, true: Any, floor: float, case: Mapping[str, Any]
 ) -> dict[str, float | bool]:
-    """Largest error as a share of what is allowed, and the smallest share of elements within the case's tolerance."""
+    """Largest error as a share of what is allowed, and the smallest share of elements within
+    the case's tolerance."""
     ratio, share = 0.0, 1.0
     for x, eager, exact in zip(ours, near, true, strict=True):
         x = x.double().reshape(exact.shape)
@@ -102,7 +104,16 @@ class Backward003:
         heads, width = seed_programs.HEADS_003, seed_programs.WIDTH_003
         grad_out = grad_out.view(B, L, heads, width)
         self.case, self.scaling = case, case["scaling"]
-        self.reference_inputs = (grad_out.transpose(1, 2), weights, q, k, v, cos, sin, self.scaling)
+        self.reference_inputs: tuple[Any, ...] = (
+            grad_out.transpose(1, 2),
+            weights,
+            q,
+            k,
+            v,
+            cos,
+            sin,
+        )
+        self.reference_inputs += (self.scaling, seed_programs.KV_HEADS_003)
         self.tensors = {"grad_out": grad_out, "weights": weights}
         self.tensors |= {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}
         self.tensors |= {"cos_q": cos, "sin_q": sin, "cos_k": cos, "sin_k": sin}
@@ -124,9 +135,7 @@ class Backward003:
         parts = packed.split((wide, narrow, narrow), dim=-1)
         ours = [x.unflatten(-1, (-1, D)).transpose(1, 2) for x in parts]
         near = seed_programs.attention_backward_003(*self.reference_inputs)
-        true = seed_programs.truth(
-            seed_programs.attention_backward_003, self.reference_inputs
-        )
+        true = seed_programs.truth(seed_programs.attention_backward_003, self.reference_inputs)
         return worst(ours, near, true, torch.finfo(torch.bfloat16).eps, self.case)
 
 
@@ -145,7 +154,7 @@ class Forward075:
             for weight in made[2:5]
         )
         self.case = case
-        self.reference_inputs = tuple(x.transpose(1, 2) for x in (q, k, v))
+        self.reference_inputs: tuple[Any, ...] = tuple(x.transpose(1, 2) for x in (q, k, v))
         self.reference_inputs += (cos, sin, self.is_causal)
         self.tensors: dict[str, torch.Tensor | None] = {"k": k, "v": v}
         self.tensors |= {"q": q.view(B, L, k.shape[2], -1, D)}
@@ -206,24 +215,36 @@ def run(name: str, flush: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
     swept = [case for case in cases if (case["B"], case["L"]) in SWEPT[name[:3]]]
     records: list[dict[str, Any]] = []
 
-    def note(stage: str, label: str, case: Mapping[str, Any], record: dict[str, Any], floor: float) -> None:
+    def note(
+        stage: str, label: str, case: Mapping[str, Any], record: dict[str, Any], floor: float
+    ) -> None:
         row = {"program": name, "stage": stage, "config": label, "B": case["B"], "L": case["L"]}
         records.append({**row, "floor_us": floor, **record})
-        parts = "  ".join(f"{key} {value:.1f}" for key, value in record.items() if key.endswith("kernel"))
+        parts = "  ".join(
+            f"{key} {value:.1f}" for key, value in record.items() if key.endswith("kernel")
+        )
         state = "ok " if record.get("ok") else "BAD"
         numbers = f"{record.get('us', math.nan):8.1f} us  floor {floor:6.1f}"
         if "failure" in record:
             numbers = record["failure"][:100]
         elif "error_ratio" in record:
-            numbers += f"  error/allowed {record['error_ratio']:.2f}  pass {record['passing_share']:.4f}"
-        print(f"{name:10}{stage:6}{label:42}B{case['B']:<3}L{case['L']:<5}{state} {numbers}  {parts}", flush=True)
+            numbers += (
+                f"  error/allowed {record['error_ratio']:.2f}  pass {record['passing_share']:.4f}"
+            )
+        print(
+            f"{name:10}{stage:6}{label:42}B{case['B']:<3}L{case['L']:<5}{state} {numbers}  {parts}",
+            flush=True,
+        )
 
     def attempt(subject: Any, config: Any, has_parts: bool) -> dict[str, Any]:
         # A configuration that does not fit the device is a result, not the end of the run.
         try:
             return measure(subject, config, flush, rounds, has_parts)
         except Exception as failure:
-            return {"ok": False, "failure": f"{type(failure).__name__}: {failure}".replace("\n", " ")}
+            return {
+                "ok": False,
+                "failure": f"{type(failure).__name__}: {failure}".replace("\n", " "),
+            }
 
     times: dict[str, list[float]] = {label: [] for label in configs}
     if len(configs) > 1:
@@ -240,12 +261,15 @@ def run(name: str, flush: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
         record = attempt(subject, configs[best], has_parts=False)
         total.append(record.get("us", math.inf))
         note("all", best, case, record, subject.floor_us)
-    print(f"{name}: best is {best}, geometric mean {math.exp(statistics.fmean(map(math.log, total))):.1f} us")
+    mean = math.exp(statistics.fmean(map(math.log, total)))
+    print(f"{name}: best is {best}, geometric mean {mean:.1f} us")
     return records
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--programs", nargs="+", choices=tuple(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument("--rounds", type=int, default=12, help="timed replays (default: 12)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON record here")

@@ -1,7 +1,9 @@
-"""Two whole programs in plain PyTorch, one operator at a time: the backward of a GQA + RoPE block written by hand (003,
-bf16) and the forward of one that returns its attention weights (075, fp32); their inputs, truths and floors.
+"""Two whole programs in plain PyTorch, one operator at a time: the backward of a GQA + RoPE block
+written by hand (003, bf16) and the forward of one that returns its attention weights (075, fp32);
+their inputs, truths and floors.
 
-Every function computes in its inputs' dtype and rounds after each operator: on fp64 inputs it is the truth.
+Every function computes in its inputs' dtype and rounds after each operator: on fp64 inputs it is
+the truth.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ HEADS_075, KV_HEADS_075, WIDTH_075, HIDDEN_075 = 16, 4, 64, 1024
 
 
 def turned_back(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Adjoint of x * cos + rotate_half(x) * sin: the product with sin comes before the halves swap."""
+    """Adjoint of x * cos + rotate_half(x) * sin: the product with sin comes before the halves
+    swap."""
     shared = g * sin
     half = g.shape[-1] // 2
     return g * cos + torch.cat((shared[..., half:], -shared[..., :half]), dim=-1)
@@ -42,7 +45,8 @@ def attention_backward_003(
     scaling: float,
     kv_heads: int = KV_HEADS_003,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq [B, 32, L, D] and dk, dv [B, 8, L, D] of the unrotated projections; all inputs [B, 32, L, ...]."""
+    """dq [B, 32, L, D] and dk, dv [B, 8, L, D] of the unrotated projections; all inputs [B, 32,
+    L, ...]."""
     wide = torch.promote_types(grad_out.dtype, torch.float32)
     grad_weights = grad_out @ v.mT
     grad_v = weights.mT @ grad_out
@@ -103,7 +107,8 @@ def backward_003(
 def inputs_003(
     B: int, L: int, scaling: float, device: torch.device | str, seed: int = 0
 ) -> tuple[Any, ...]:
-    """Drawn independently of each other: the weights are the softmax of noise, not of any scores."""
+    """Drawn independently of each other: the weights are the softmax of noise, not of any
+    scores."""
     make = torch.Generator(device).manual_seed(seed)
     heads, kv = HEADS_003 * WIDTH_003, KV_HEADS_003 * WIDTH_003
 
@@ -167,7 +172,8 @@ def attention_forward_075(
 def tables_075(
     position_ids: torch.Tensor, inv_freq: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [B, L, 64]. The angles are an outer product, exact whatever the precision of products."""
+    """cos and sin [B, L, 64]. The angles are an outer product, exact whatever the precision of
+    products."""
     B = position_ids.shape[0]
     frequencies = inv_freq[None, :, None].expand(B, -1, 1)
     angles = (frequencies * position_ids[:, None, :].to(inv_freq.dtype)).transpose(1, 2)
@@ -233,7 +239,8 @@ def passing_share(x: torch.Tensor, true: torch.Tensor, atol: float, rtol: float)
 
 
 def floor_us_003(B: int, L: int) -> float:
-    """Each input read once and each output written once, or all products at full rate: the longer."""
+    """Each input read once and each output written once, or all products at full rate: the
+    longer."""
     rows = B * L
     flops = 209_715_200 * rows + 32_768 * rows * L
     moved = 2 * (32_000 * rows + 104_857_600 + 32 * rows * L)
@@ -248,7 +255,8 @@ def floor_us_075(B: int, L: int) -> float:
 
 
 def attention_floor_us_003(B: int, L: int) -> float:
-    """The attention part alone: four products; P, dO, q, k, v, cos, sin read and the packed gradients written."""
+    """The attention part alone: four products; P, dO, q, k, v, cos, sin read and the packed
+    gradients written."""
     flops = 4 * 2 * HEADS_003 * B * L * L * WIDTH_003
     moved = 2 * B * L * (HEADS_003 * L + 4 * 4096 + 2 * WIDTH_003 + 6144)
     return 1e6 * max(flops / BF16_RATE, moved / BANDWIDTH)

@@ -71,7 +71,13 @@ def _heads_first(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor,
         shape = (B, x.shape[1], K, R, x.shape[-1])
         return x[:, :, :, None].expand(shape).reshape(B, x.shape[1], K * R, -1).transpose(1, 2)
 
-    return q.reshape(B, L, K * R, D).transpose(1, 2), repeated(k), repeated(v)
+    q_BHLD = q.reshape(B, L, K * R, D).transpose(1, 2)
+    return _rows(q_BHLD), _rows(repeated(k)), _rows(repeated(v))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The fused attention reads rows as if they were contiguous, whatever the last stride is."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:
@@ -102,7 +108,7 @@ def attention_backward(
     B, L, K, R, D = q.shape
     S = k.shape[1]
     q_BHLD, k_BHSD, v_BHSE = _heads_first(q, k, v, a)
-    heads = lambda x: x.reshape(B, L, K * R, -1).transpose(1, 2)  # noqa: E731
+    heads = lambda x: _rows(x.reshape(B, L, K * R, -1).transpose(1, 2))  # noqa: E731
     made = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         heads(grad_out),
         q_BHLD,

@@ -148,8 +148,8 @@ class Emitter:
         out: list[Digit] = []
         for digit in flat:
             parts = covered((Place((digit,)),), atoms)
-            ordered = [a for a in atoms if a in parts]
-            ordered.sort(key=lambda a: sum(1 for b in ordered if _is_below(b, a)), reverse=True)
+            # Most significant first: as many parts lie below it. (A list is empty while it is sorted, so not `ordered.sort`.)
+            ordered = sorted(parts, key=lambda a: -sum(_is_below(b, a) for b in parts))  # noqa: B023
             if not same(product(a.size for a in ordered), digit.size):
                 raise Unread(f"{node} varies along an axis that its role does not have")
             out += ordered

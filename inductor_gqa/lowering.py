@@ -49,9 +49,12 @@ def _lowered(planned: Callable[..., Any], opaque: Callable[..., Any], *args: Any
 
 
 def _forward(*args: Any) -> list[Any]:
+    from .kernels.choice import is_gluon
     from .kernels.forward import plan_forward
 
     tensors, attention = _attention(args)
+    if is_gluon(attention):
+        raise _Opaque("Inductor launches no Gluon kernels")
     return _launched(plan_forward(attention), tensors)
 
 

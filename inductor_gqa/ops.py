@@ -103,7 +103,7 @@ def _cuda_weights(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
-    from .kernels.forward import attention_forward
+    from .kernels.choice import attention_forward
 
     q, k, v, named = arguments(args)
     return attention_forward(q, k, v, **named)

@@ -259,7 +259,7 @@ def atoms_of(digit: Digit, positions: list[Position]) -> list[Digit]:
     rest = digit
     for end in sorted((e for e in inner if not same(e, 1)), key=_by_size):
         low = quotient(end, rest.stride)
-        if low is None or same(low, rest.size) or quotient(rest.size, low) is None:
+        if low is None or same(low, 1) or same(low, rest.size) or quotient(rest.size, low) is None:
             continue
         high, part = cut(rest, low)
         assert isinstance(high, Digit) and isinstance(part, Digit)

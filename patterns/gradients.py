@@ -11,6 +11,7 @@ sum and the inverse rotation, which must be the adjoint of the forward's, lane b
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,6 +51,7 @@ FOLLOWED = {
     aten.split.Tensor,
     aten.unbind.int,
     aten.flip.default,
+    operator.getitem,
 }
 
 
@@ -64,21 +66,24 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     dp = _weights_gradient(forward, beside, values)
     if not dv_products and dp is None:
         return None
-    grads_out = [view for _, _, view in dv_products] + ([dp[2]] if dp else [])
+    grads_out = [view for _, _, view, _ in dv_products] + ([dp[2]] if dp else [])
     first = grads_out[0]
     if any(not same_view(first, other, values) for other in grads_out):
         raise Unread("the gradients of the weights and of the values start from different tensors")
     v_targets = [
         target
-        for matmul, position, _ in dv_products
-        for target in _targets(forward, matmul, position, None, "v", values)
+        for matmul, position, _, over in dv_products
+        for target in _targets(forward, matmul, position, None, _unsummed(forward, over), values)
     ]
     q_targets: list[Target] = []
     k_targets: list[Target] = []
     if dp is not None:
-        for matmul, position, role, ratio in _score_gradients(forward, dp[0], dp[1], values):
+        for matmul, position, role, ratio, over in _score_gradients(
+            forward, dp[0], dp[1], values
+        ):
             lanes = forward.q_lanes if role == "q" else forward.k_lanes
-            found = _targets(forward, matmul, position, lanes, role, values, ratio)
+            summed = () if role == "q" else _unsummed(forward, over)
+            found = _targets(forward, matmul, position, lanes, summed, values, ratio)
             (q_targets if role == "q" else k_targets).extend(found)
     sinks = () if dp is None else _sink_gradient(forward, dp[0], dp[1], values)
     return Gradients(first, tuple(q_targets), tuple(k_targets), tuple(v_targets), sinks)
@@ -90,9 +95,9 @@ def same_view(a: View, b: View, values: ValueNumbers) -> bool:
 
 def _value_gradients(
     forward: Forward, users: Iterable[tuple[Node, Node]], values: ValueNumbers
-) -> list[tuple[Node, Position, View]]:
-    """(matmul, position of its result, dO) for every matmul that sums the weights over the queries."""
-    out: list[tuple[Node, Position, View]] = []
+) -> list[tuple[Node, Position, View, Place]]:
+    """(matmul, position of its result, dO, what it sums over) for every matmul of the weights over the queries."""
+    out: list[tuple[Node, Position, View, Place]] = []
     weights, seen = forward.site.anchor, set()
     for moved, user in users:
         if user.target not in operands.MATMULS or user is forward.product or user in seen:
@@ -111,7 +116,8 @@ def _value_gradients(
             dim = shape_of(g)[-1 if free == "r" else -2]
             operands.free_axis(free, dim, "e", names)
             grad = operands.view(g, names.apply(at_g))
-            out.append((user, names.apply(result), grad))
+            (over,) = names.apply(left[-1:])
+            out.append((user, names.apply(result), grad, over))
     return out
 
 
@@ -183,9 +189,9 @@ def _out_of_zeros(node: Node, position: Position) -> tuple[Node, Position] | Non
 
 def _score_gradients(
     forward: Forward, dp: Node, dp_position: Position, values: ValueNumbers
-) -> list[tuple[Node, Position, str, float]]:
-    """(matmul, position of its result, "q" or "k", factor that is missing) for every matmul of the gradient of the scores."""
-    out: list[tuple[Node, Position, str, float]] = []
+) -> list[tuple[Node, Position, str, float, Place]]:
+    """(matmul, position of its result, "q" or "k", factor that is missing, what it sums over) for every matmul of the gradient of the scores."""
+    out: list[tuple[Node, Position, str, float, Place]] = []
     plain = {
         role: operands.view(operand.node, operand.position)
         for role, operand in (("q", forward.q), ("k", forward.k))
@@ -200,7 +206,8 @@ def _score_gradients(
         view = operands.view(x, names.apply(at_x))
         for role, other in (("q", "k"), ("k", "q")):
             if same_view(view, plain[other], values):
-                out.append((matmul, names.apply(result), role, ratio))
+                (over,) = names.apply(left[-1:])
+                out.append((matmul, names.apply(result), role, ratio, over))
                 break
         else:
             raise Unread(f"the gradient of the scores is multiplied by {view.node}, not by q or k")
@@ -366,20 +373,25 @@ def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Posit
     return terms.scaled(out, read.scale)
 
 
+def _unsummed(forward: Forward, over: Place) -> tuple[Digit, ...]:
+    """The parts of the group that a matmul does not sum over itself (it does where heads are folded into its rows)."""
+    inside = covered((over,), list(forward.site.group))
+    return tuple(d for d in forward.site.group if d not in inside)
+
+
 def _targets(
     forward: Forward,
     start: Node,
     position: Position,
     lanes: rotation.Lanes | None,
-    role: str,
+    summed: tuple[Digit, ...],
     values: ValueNumbers,
     ratio: float = 1.0,
 ) -> tuple[Target, ...]:
-    """The nodes that hold the finished gradient: summed over the group, rotated back."""
-    summed = () if role == "q" else forward.site.group
+    """The nodes that hold the finished gradient: summed over the rest of the group, rotated back."""
     if lanes is None and not summed and ratio == 1.0:
         return arrangements(start, position, values)
-    end, at = _finished(forward, start, position, lanes, summed, role, values, ratio)
+    end, at = _finished(forward, start, position, lanes, summed, values, ratio)
     return arrangements(end, at, values)
 
 
@@ -389,7 +401,6 @@ def _finished(
     position: Position,
     lanes: rotation.Lanes | None,
     summed: tuple[Digit, ...],
-    role: str,
     values: ValueNumbers,
     ratio: float,
 ) -> tuple[Node, Position]:
@@ -405,14 +416,11 @@ def _finished(
                 return node, at
         for user in node.users:
             if user.target not in FOLLOWED:
-                if getattr(user.target, "__name__", "") == "getitem":
-                    pass
-                else:
-                    raise Unread(f"the gradient of {role} is used by {user} before it is complete")
+                raise Unread(f"the gradient {start} is used by {user} before it is complete")
             if user not in waiting:
                 waiting.add(user)
                 heapq.heappush(open_, (values.order[user], len(open_), user))
-    raise Unread(f"the gradient of {role} ends before it is complete")
+    raise Unread(f"the gradient {start} ends before it is complete")
 
 
 def _as_result(

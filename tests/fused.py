@@ -1,11 +1,14 @@
-"""Checks what the pass does to a function: how many sites it fuses, what is left of the old graph, and every number.
+"""Checks what the pass does to a function: how many sites it fuses, what is left of the old graph,
+and every number.
 
-All of Inductor's graph passes of our own run and no code is generated, so a check takes well under a second. `fuses` claims an
-exact number of fused sites, `leaves` claims a refusal with its reason, `never_wrong` accepts either. All three compare outputs
-and gradients by one rule, in which fp64 is the truth: the largest error is at most twice that of eager in the same dtype, or a
-few roundings of the largest value where eager happens to be exact. What eager makes infinite or NaN is not compared.
+All of Inductor's graph passes of our own run and no code is generated, so a check takes well under
+a second. `fuses` claims an exact number of fused sites, `leaves` claims a refusal with its reason,
+`never_wrong` accepts either. All three compare outputs and gradients by one rule, in which fp64 is
+the truth: the largest error is at most twice that of eager in the same dtype, or a few roundings of
+the largest value where eager happens to be exact. What eager makes infinite or NaN is not compared.
 
-Inductor's own attention patterns stay off: they are wrong on some of the near misses, and this is not about them.
+Inductor's own attention patterns stay off: they are wrong on some of the near misses, and this is
+not about them.
 """
 
 from __future__ import annotations
@@ -131,7 +134,9 @@ def _leaves(fn: Callable[..., Any], inputs: Sequence[Any]) -> dict[str, torch.Te
 def results(
     run: Callable[..., Any], owner: Callable[..., Any], inputs: Sequence[Any], train: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Every float output of `run` and, in training, every gradient of the inputs and of the parameters of `owner`."""
+    """Every float output of `run` and, in training, every gradient of the inputs and of the
+    parameters of `owner`.
+    """
     with nullcontext() if train else torch.no_grad():
         made = run(*inputs)
     out: dict[str, torch.Tensor | None] = {}
@@ -188,7 +193,9 @@ def wrong(
 
 @contextmanager
 def backend(seen: Seen, codegen: bool = False) -> Iterator[Any]:
-    """A backend for torch.compile that notes graphs, and the records of the pass, while the block runs."""
+    """A backend for torch.compile that notes graphs, and the records of the pass, while the block
+    runs.
+    """
 
     def without_codegen(gm: torch.fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
         seen.graphs.append(gm)
@@ -220,7 +227,9 @@ def run(
     more: Sequence[Sequence[Any]] = (),
     compare: bool = True,
 ) -> Seen:
-    """Compiles `fn` with the pass, runs it on the inputs (and on `more`, without a new compile) and judges the numbers."""
+    """Compiles `fn` with the pass, runs it on the inputs (and on `more`, without a new compile) and
+    judges the numbers.
+    """
     torch._dynamo.reset()
     seen = Seen()
     wide = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
@@ -264,10 +273,11 @@ def fuses(
     scores: tuple[int, ...] = (),
     **options: Any,
 ) -> Seen:
-    """Exactly `sites` attentions are fused and none is left, with `backwards` backward ops (in training one each).
+    """Exactly `sites` attentions are fused and none is left, with `backwards` backward ops (in
+    training one each).
 
-    softmaxes: how many softmaxes are no attention and stay. scores: sizes, such as a query and a key length that nothing else
-    has, of which no float tensor may have all.
+    softmaxes: how many softmaxes are no attention and stay. scores: sizes, such as a query and a
+    key length that nothing else has, of which no float tensor may have all.
     """
     seen = run(fn, *inputs, train=train, **options)
     assert not seen.reasons, f"left: {seen.reasons}"

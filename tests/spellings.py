@@ -1,4 +1,6 @@
-"""Spellings of attention that tests compose: rotations, tables, groupings, masks, and a module that puts them together."""
+"""Spellings of attention that tests compose: rotations, tables, groupings, masks, and a module that
+puts them together.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,8 @@ ROTATIONS: dict[str, Callable[..., Tensor]] = {
     )
 }
 
-# ---- groupings: scores of q [B, H, L, D] and k [B, K, S, D], and the output [B, H, L, E] of weights and v [B, K, S, E]
+# ---- groupings: scores of q [B, H, L, D] and k [B, K, S, D], and the output [B, H, L, E] of
+# weights and v [B, K, S, E]
 
 
 def repeat_kv(x: Tensor, times: int) -> Tensor:
@@ -258,7 +261,9 @@ class TiledEinsum(Grouping):
 
 
 class FoldedRows(Grouping):
-    """One product per key/value head, with the group folded into the rows and unfolded for the mask."""
+    """One product per key/value head, with the group folded into the rows and unfolded for the
+    mask.
+    """
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         B, H, L, D = q.shape
@@ -322,7 +327,8 @@ def softmax_fp32(s: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections, rotation, scores, mask, softmax, values; every part is a function that a test may replace.
+    """Projections, rotation, scores, mask, softmax, values; every part is a function that a test
+    may replace.
 
     Buffers are made from a generator, so that two instances with equal arguments are equal.
     """

@@ -7,15 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import inductor_gqa
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 from fused import BACKWARD, FORWARD, Seen, backend, results
-from inductor_gqa import passes
-from inductor_gqa.passes import AttentionPass, NotFused, Settings
 from spellings import Attention, inputs
 from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import inductor_gqa
+from inductor_gqa import passes
+from inductor_gqa.passes import AttentionPass, NotFused, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -99,7 +99,8 @@ def keys_consumer(
             q = q_smem.index(slot).reshape([BM, D])
             g = g_smem.index(slot).reshape([BM, D])
             # s - LSE and dP - delta in one: the sums start from what is subtracted, which then
-            # occupies no registers of its own.
+            # occupies no registers of its own. (The assembler waits for s before it issues dP, as
+            # it computes these starting values late; dP still runs during the exponentials.)
             lse = gl.load(lse_ptr + head + gl.arange(0, BM, layout=COLS))
             delta = gl.load(delta_ptr + head + gl.arange(0, BM, layout=COLS))
             s = zeros - (lse * per_unit)[None, :]
@@ -120,10 +121,9 @@ def keys_consumer(
             dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
             da = gl.convert_layout((p * dp).to(q_smem.dtype), A_LAYOUT)
             dk = warpgroup_mma(da, q, dk, is_async=True)
-            dv, pa = warpgroup_mma_wait(num_outstanding=1, deps=(dv, pa))
-            hand_back(g_empty.index(slot))
-            dk, da = warpgroup_mma_wait(num_outstanding=0, deps=(dk, da))
-            hand_back(q_empty.index(slot))
+            dv, pa, dk, da = warpgroup_mma_wait(num_outstanding=0, deps=(dv, pa, dk, da))
+            hand_back(g_empty.index(slot))  # its barrier speaks for both
+            mbarrier.arrive(q_empty.index(slot), count=1)
         seen += R * n
         leave(dk_desc, [b, col0, hk, 0], k_smem.index(W), dk * scale, D)
         leave(dv_desc, [b, col0, hk, 0], v_smem.index(W), dv, D)

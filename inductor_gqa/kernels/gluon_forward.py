@@ -91,13 +91,13 @@ def usable(attention: Attention, switches: Switches = Switches()) -> str | None:
     for name in ("q", "k", "v"):
         is_read_in_place = name == "q" and _turns_q_inside(attention, switches)
         if f"{name}_rotated" not in scratch and not is_read_in_place:
-            reason = _why_not_copied(name, tensors[name])
+            reason = why_not_copied(name, tensors[name])
             if reason is not None:
                 return reason
     return None
 
 
-def _why_not_copied(name: str, x: Operand) -> str | None:
+def why_not_copied(name: str, x: Operand) -> str | None:
     """Why the copy engine cannot read a tensor of any rank up to five, a box of rows at a time."""
     if not x.is_aligned:
         return f"{name}: first byte is not on a multiple of 16"
@@ -133,7 +133,7 @@ def _without_inner_rotation(attention: Attention, switches: Switches) -> Attenti
     return dataclasses.replace(attention, tensors=left)
 
 
-def _box(slot: str, x: Operand, rows: int) -> Descriptor:
+def box(slot: str, x: Operand, rows: int) -> Descriptor:
     """Rows of one head. The stride of a dimension of size one may be anything and is replaced."""
     D = x.shape[-1]
     strides = [D if n == 1 else stride for n, stride in zip(x.shape[:-1], x.strides, strict=False)]
@@ -195,10 +195,10 @@ def plan_forward_sm90(
         "key_mask_ptr": "key_mask" if has_key_mask else names["q"],
     }
     boxes = {
-        "q_desc": _box(names["q"], q, BM.value),
-        "k_desc": _box(names["k"], k, BN),
-        "v_desc": _box("v", v, BN),
-        "o_desc": _box("out", outputs["out"], BM.value),
+        "q_desc": box(names["q"], q, BM.value),
+        "k_desc": box(names["k"], k, BN),
+        "v_desc": box("v", v, BN),
+        "o_desc": box("out", outputs["out"], BM.value),
     }
     if turns_q:  # not copied: the parameter only names the buffer's layout
         boxes["q_desc"] = boxes["o_desc"]
@@ -243,7 +243,7 @@ def execute_sm90(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> tuple[torch
 
 
 @functools.cache
-def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
+def device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
     """Capability and number of multiprocessors."""
     facts = torch.cuda.get_device_properties(device)
     return (facts.major, facts.minor), facts.multi_processor_count
@@ -272,7 +272,7 @@ def attention_forward_sm90(
     tensors = {name: x for name, x in named.items() if x is not None}
     capability, multiprocessors = None, 0
     if q_BLKRD.is_cuda:
-        capability, multiprocessors = _device_facts(q_BLKRD.device)
+        capability, multiprocessors = device_facts(q_BLKRD.device)
     operands = {name: Operand.of(x) for name, x in tensors.items()}
     attention = Attention(operands, capability=capability, **numbers)
     reason = usable(attention, switches)

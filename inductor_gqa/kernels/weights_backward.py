@@ -1,7 +1,9 @@
-"""Backward of attention from given weights P, about which nothing is assumed: P need not be softmax(Q K^T).
+"""Backward of attention from given weights P, about which nothing is assumed: P need not be
+softmax(Q K^T).
 
-delta = rowsum(P * dP) with dP = dO V^T, dS = P * (dP - delta), dQ = scale * dS K, dK = scale * dS^T Q and dV = P^T dO summed
-over each group, then the adjoint of the rotation. Products accumulate in fp32, dS is rounded once before its products.
+delta = rowsum(P * dP) with dP = dO V^T, dS = P * (dP - delta), dQ = scale * dS K, dK = scale * dS^T
+Q and dV = P^T dO summed over each group, then the adjoint of the rotation. Products accumulate in
+fp32, dS is rounded once before its products.
 """
 
 import dataclasses
@@ -24,14 +26,15 @@ from inductor_gqa.kernels.weights_backward_keys import weights_keys_kernel
 from inductor_gqa.kernels.weights_backward_queries import weights_queries_kernel
 
 LAYOUTS = {"q": "blhd", "k": "bshd", "v": "bshe", "grad_out": "blhe"}
-# Up to this size dS waits in L2 for the second kernel; beyond it a product costs less than the way to memory and back.
+# Up to this size dS waits in L2 for the second kernel; beyond it a product costs less than the way
+# to memory and back.
 DS_BYTES_IN_L2 = 24 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsConfig:
-    """Tiles of both kernels, how large a dS is stored rather than made again, and whether scores made again lie as
-    [keys, rows]."""
+    """Tiles of both kernels, how large a dS is stored rather than made again, and whether
+    scores made again lie as [keys, rows]."""
 
     queries: Tiles
     keys: Tiles
@@ -41,8 +44,8 @@ class WeightsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WeightsBackward:
-    """One such backward without its data: Operands grad_out [B, L, H, E], weights [B, H, L, S], q [B, L, H, D],
-    k [B, S, H, D], v [B, S, H, E] and, where given, cos_q, sin_q, cos_k, sin_k."""
+    """One such backward without its data: Operands grad_out [B, L, H, E], weights [B, H, L, S],
+    q [B, L, H, D], k [B, S, H, D], v [B, S, H, E] and, where given, cos_q, sin_q, cos_k, sin_k."""
 
     tensors: Mapping[str, Operand]
     scale: float
@@ -61,18 +64,21 @@ class WeightsBackward:
 
 
 def weights_config(subject: WeightsBackward) -> WeightsConfig:
-    """The largest tiles that neither spill nor exceed shared memory, by compiling for sm_80, sm_90 and sm_100."""
+    """The largest tiles that neither spill nor exceed shared memory, by compiling for sm_80,
+    sm_90 and sm_100."""
     *_, D, E = subject.sizes
     if subject.capability is None:
-        # Small, so that short tests cross many borders; a limit that lets them take both ways with dS.
+        # Small, so that short tests cross many borders; a limit that lets them take both ways with
+        # dS.
         return WeightsConfig(Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), ds_bytes=2**14)
     width = max(D, E)
     if subject.tensors["q"].dtype == torch.float32:
-        size = 32 if width <= 128 else 16
+        size = 32 if width <= 64 else 16
         return WeightsConfig(Tiles(size, size, 4, 1), Tiles(size, size, 4, 1))
     if width > 128:
         return WeightsConfig(Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2))
-    # Two stages leave room for two programs on an SM of Hopper: one loads while the other multiplies.
+    # Two stages leave room for two programs on an SM of Hopper: one loads while the other
+    # multiplies.
     return WeightsConfig(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2))
 
 
@@ -83,9 +89,11 @@ def plan_weights_backward(
     use_descriptors: bool | None = None,
     config: WeightsConfig | None = None,
 ) -> Plan:
-    """One launch by query tiles, one by key tiles. Results: dq, dk, dv, or the packed buffer [B, L, (H + 2K) * D].
+    """One launch by query tiles, one by key tiles. Results: dq, dk, dv, or the packed buffer [B, L,
+    (H + 2K) * D].
 
-    `use_descriptors` None: where the device and the strides allow it; True overrules the device, not the strides.
+    `use_descriptors` None: where the device and the strides allow it; True overrules the device,
+    not the strides.
     """
     need_q, need_k, need_v = needs
     tensors = subject.tensors
@@ -119,14 +127,29 @@ def plan_weights_backward(
     for name, letters in LAYOUTS.items():
         scalars |= named_strides(name, tensors[name], letters)
     # What is absent is never read or written; q stands in because a parameter must be some pointer.
-    sources = {name: name if name in scratch or name in tensors else "q" for name in ("delta", "ds", "copy", *tensors)}
+    sources = {
+        name: name if name in scratch or name in tensors else "q"
+        for name in ("delta", "ds", "copy", *tensors)
+    }
     sources |= {name: "packed" if is_packed else name for name in ("dq", "dk", "dv")}
 
     def launch(kernel: Any, turned: str, tiles: Tiles, weights: str, parts: int) -> Launch:
         operands = {**tensors, **scratch, "weights": {**tensors, **scratch}[weights]}
         numbers = scalars | named_strides("weights", operands["weights"], "bhls")
-        numbers |= {"length": operands["weights"].shape[-1], "key_programs": parts // (need_k + need_v or 1) if need_k else 0}
-        return _launch(kernel, turned, tiles, operands, sources | {"weights": weights}, numbers, use_descriptors, parts)
+        numbers |= {
+            "length": operands["weights"].shape[-1],
+            "key_programs": parts // (need_k + need_v or 1) if need_k else 0,
+        }
+        return _launch(
+            kernel,
+            turned,
+            tiles,
+            operands,
+            sources | {"weights": weights},
+            numbers,
+            use_descriptors,
+            parts,
+        )
 
     launches: list[Launch] = []
     if need_q or need_k:
@@ -134,8 +157,12 @@ def plan_weights_backward(
         launches.append(launch(weights_queries_kernel, "q", config.queries, "weights", parts))
     if need_k or need_v:
         parts = -(-S // config.keys.BN) * B * K * (need_k + need_v)
-        launches.append(launch(weights_keys_kernel, "k", config.keys, "copy" if copies else "weights", parts))
-    return Plan(outputs | scratch, tuple(launches), ("packed",) if is_packed else ("dq", "dk", "dv"))
+        launches.append(
+            launch(weights_keys_kernel, "k", config.keys, "copy" if copies else "weights", parts)
+        )
+    return Plan(
+        outputs | scratch, tuple(launches), ("packed",) if is_packed else ("dq", "dk", "dv")
+    )
 
 
 def _outputs(
@@ -149,18 +176,38 @@ def _outputs(
         width = H * D + K * D + K * E
         rows = {f"stride_{name}_b": L * width for name in ("dq", "dk", "dv")}
         rows |= {"stride_dq_l": width, "stride_dk_s": width, "stride_dv_s": width}
-        return {"packed": Operand.contiguous((B, L, width), dtype)}, rows | {"first_dk": H * D, "first_dv": (H + K) * D}
+        return {"packed": Operand.contiguous((B, L, width), dtype)}, rows | {
+            "first_dk": H * D,
+            "first_dv": (H + K) * D,
+        }
     shapes = {"dq": (B, L, H, D), "dk": (B, S, K, D), "dv": (B, S, K, E)}
     is_needed = dict(zip(shapes, needs, strict=True))
-    outputs = {name: Operand.contiguous(shape if is_needed[name] else (0,), dtype) for name, shape in shapes.items()}
-    places = {"stride_dq_b": L * H * D, "stride_dq_l": H * D, "stride_dk_b": S * K * D, "stride_dk_s": K * D}
-    return outputs, places | {"stride_dv_b": S * K * E, "stride_dv_s": K * E, "first_dk": 0, "first_dv": 0}
+    outputs = {
+        name: Operand.contiguous(shape if is_needed[name] else (0,), dtype)
+        for name, shape in shapes.items()
+    }
+    places = {
+        "stride_dq_b": L * H * D,
+        "stride_dq_l": H * D,
+        "stride_dk_b": S * K * D,
+        "stride_dk_s": K * D,
+    }
+    return outputs, places | {
+        "stride_dv_b": S * K * E,
+        "stride_dv_s": K * E,
+        "first_dk": 0,
+        "first_dv": 0,
+    }
 
 
 def _has_vectors(x: Operand) -> bool:
     """Whether rows consist of whole 16-byte vectors, so that asynchronous copies can take them."""
     width = 16 // x.dtype.itemsize
-    return x.is_aligned and x.strides[-1] == 1 and all(stride % width == 0 for stride in x.strides[:-1])
+    return (
+        x.is_aligned
+        and x.strides[-1] == 1
+        and all(stride % width == 0 for stride in x.strides[:-1])
+    )
 
 
 def _is_describable(x: Operand) -> bool:
@@ -177,18 +224,25 @@ def _launch(
     use_descriptors: bool,
     parts: int,
 ) -> Launch:
-    """Launch of the kernel that makes the gradient of `turned`. `sources` maps parameters, less their suffix, to slots."""
+    """Launch of the kernel that makes the gradient of `turned`. `sources` maps parameters, less
+    their suffix, to slots."""
     cos, sin = operands.get(f"cos_{turned}"), operands.get(f"sin_{turned}")
     numbers = dict(scalars) | named_strides("cos", cos, "bnw") | named_strides("sin", sin, "bnw")
     numbers |= {"W": cos.shape[-1] if cos else 0, "BM": tiles.BM, "BN": tiles.BN}
     slots = dict(sources) | {table: f"{table}_{turned}" if cos else "q" for table in ("cos", "sin")}
     streams, rows = (("k", "v"), tiles.BN) if turned == "q" else (("q", "grad_out"), tiles.BM)
     is_streamed = use_descriptors and can_describe(*(operands[name] for name in streams))
-    boxes = {f"{name}_src": (1, rows, 1, operands[name].shape[-1]) for name in streams if is_streamed}
+    boxes = {
+        f"{name}_src": (1, rows, 1, operands[name].shape[-1]) for name in streams if is_streamed
+    }
     for name in ("weights", "ds"):
         if use_descriptors and name in operands and _is_describable(operands[name]):
             boxes[f"{name}_src"] = (1, 1, tiles.BM, tiles.BN)
-    numbers |= {"TMA": is_streamed, "WEIGHTS_TMA": "weights_src" in boxes, "DS_TMA": "ds_src" in boxes}
+    numbers |= {
+        "TMA": is_streamed,
+        "WEIGHTS_TMA": "weights_src" in boxes,
+        "DS_TMA": "ds_src" in boxes,
+    }
     # Whether a tile may pass an end. Descriptors return zeros there by themselves.
     L, S, pitch = numbers["L"], numbers["S"], numbers["pitch"]
     numbers |= {"CHECK": L % tiles.BM != 0 or S % tiles.BN != 0 or pitch % tiles.BN != 0}
@@ -202,7 +256,11 @@ def _launch(
     return Launch(
         kernel,
         (parts,),
-        {name: slots[short] for name, short in parameters.items() if name != short and name not in descriptors},
+        {
+            name: slots[short]
+            for name, short in parameters.items()
+            if name != short and name not in descriptors
+        },
         {name: numbers[name] for name, short in parameters.items() if name == short},
         tiles.num_warps,
         tiles.num_stages,
@@ -230,13 +288,20 @@ def weights_backward(
     precision: str = "ieee",
     config: WeightsConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients dq_BLHD, dk_BSKD, dv_BSKE of unrotated q, k, v; K = H // group, k and v given once per query head.
+    """Gradients dq_BLHD, dk_BSKD, dv_BSKE of unrotated q, k, v; K = H // group, k and v given once
+    per query head.
 
-    `packed` (needs L = S and all three) makes them views of one buffer [B, L, H*D + K*D + K*E], columns q, k, v: three
-    weight-gradient GEMMs can then be one. Without it an empty tensor stands for what `needs` leaves out. Strides of the
-    inputs are free, tables are [B, L, W] and [B, S, W].
+    `packed` (needs L = S and all three) makes them views of one buffer [B, L, H*D + K*D + K*E],
+    columns q, k, v: three weight-gradient GEMMs can then be one. Without it an empty tensor stands
+    for what `needs` leaves out. Strides of the inputs are free, tables are [B, L, W] and [B, S, W].
     """
-    tensors = {"grad_out": grad_out_BLHE, "weights": weights_BHLS, "q": q_BLHD, "k": k_BSHD, "v": v_BSHE}
+    tensors = {
+        "grad_out": grad_out_BLHE,
+        "weights": weights_BHLS,
+        "q": q_BLHD,
+        "k": k_BSHD,
+        "v": v_BSHE,
+    }
     tables = {"cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k}
     tensors |= {name: x for name, x in tables.items() if x is not None}
     subject = WeightsBackward(

@@ -1,8 +1,9 @@
-"""dK and dV of one key tile of one group: dV = sum over its heads of P^T dO, dK = scale * sum over its heads of dS^T Q.
+"""dK and dV of one key tile of one group: dV = sum over its heads of P^T dO, dK = scale * sum over
+its heads of dS^T Q.
 
-Grid: key tiles x groups, once for dK and once for dV. Apart they cost no product more than together, need half the
-accumulators and give a small problem twice the programs. The group is summed in fp32 registers. dS comes from memory, or
-is made again from delta.
+Grid: key tiles x groups, once for dK and once for dV. Apart they cost no product more than
+together, need half the accumulators and give a small problem twice the programs. The group is
+summed in fp32 registers. dS comes from memory, or is made again from delta.
 """
 
 import triton
@@ -21,12 +22,14 @@ from inductor_gqa.kernels.weights_tiles import store_turned_back, weights_tile
 
 @triton.jit
 def group_product(
-    left, right, b, head0, col0, stride_left_h, stride_left_l, stride_left_s, stride_h, stride_l, stride_d, L, S,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    left, right, b, head0, col0, stride_left_h, stride_left_l, stride_left_s, stride_h, stride_l,
+    stride_d, L, S,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, LEFT_TMA: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Sum over a group's heads of left^T right, left [L, S] and right [L, WIDTH], for BN columns of left. Pointers, where
-    they are not descriptors, stand at batch b.
+    """Sum over a group's heads of left^T right, left [L, S] and right [L, WIDTH], for BN columns of
+    left. Pointers, where they are not descriptors, stand at batch b.
 
     One loop over heads and rows, so that the copies of the next head start before this one is done.
     """
@@ -51,20 +54,23 @@ def group_product(
 def add_head(
     dk, weights, q, grad_out, v, delta_ptr, b, head, col0, stride_weights_l, stride_weights_s,
     stride_q_l, stride_q_d, stride_grad_out_l, stride_grad_out_e, L, length,
-    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WEIGHTS_TMA: tl.constexpr, CHECK: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Adds dS^T Q of one head, dS made again. TURNED: scores lie as [keys, rows], so that dS^T stays in registers and P is
-    turned instead."""
+    """Adds dS^T Q of one head, dS made again. TURNED: scores lie as [keys, rows], so that dS^T
+    stays in registers and P is turned instead."""
     for row0 in tl.range(0, L, BM):
         p = weights_tile(
-            weights, b, head, row0, col0, stride_weights_l, stride_weights_s, L, length, BM, BN, CHECK, WEIGHTS_TMA
+            weights, b, head, row0, col0, stride_weights_l, stride_weights_s, L, length, BM, BN,
+            CHECK, WEIGHTS_TMA
         )  # fmt: skip
         rows = row0 + tl.arange(0, BM)
         delta = tl.load(delta_ptr + rows, mask=rows < L, other=0.0)
         do = stream_tile(
-            grad_out, b, row0, head, stride_grad_out_l, stride_grad_out_e, L, BM, 0, EP, E, CHECK, TMA
+            grad_out, b, row0, head, stride_grad_out_l, stride_grad_out_e, L, BM, 0, EP, E, CHECK,
+            TMA
         )  # fmt: skip
         q_tile = stream_tile(q, b, row0, head, stride_q_l, stride_q_d, L, BM, 0, DP, D, CHECK, TMA)
         if TURNED:
@@ -87,12 +93,15 @@ def weights_keys_kernel(
     stride_cos_b, stride_cos_n, stride_cos_w, stride_sin_b, stride_sin_n, stride_sin_w,
     first_dk, stride_dk_b, stride_dk_s, first_dv, stride_dv_b, stride_dv_s, L, S, pitch, length,
     key_programs, scale,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, START: tl.constexpr, W: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WEIGHTS_TMA: tl.constexpr, DS_TMA: tl.constexpr,
     CHECK: tl.constexpr, LOAD_DS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    # `length`: columns of P to read, its pitch where it is a padded copy. dK first: it is the longer part where dS is made again. Tiles vary fastest: they share Q and dO in L2.
+    # `length`: columns of P to read, its pitch where it is a padded copy. dK first: it is the
+    # longer part where dS is made again. Tiles vary fastest: they share Q and dO in L2.
     pid = tl.program_id(0)
     is_dk = pid < key_programs
     part = tl.where(is_dk, pid, pid - key_programs)
@@ -115,7 +124,8 @@ def weights_keys_kernel(
             if not DS_TMA:
                 ds_src += b.to(tl.int64) * H * stride_ds_h
             dk = group_product(
-                ds_src, q_src, b, head0, col0, stride_ds_h, pitch, 1, stride_q_h, stride_q_l, stride_q_d,
+                ds_src, q_src, b, head0, col0, stride_ds_h, pitch, 1, stride_q_h, stride_q_l,
+                stride_q_d,
                 L, pitch, GROUP, D, DP, BM, BN, PRECISION, TMA, DS_TMA, CHECK,
             )  # fmt: skip
         else:
@@ -131,19 +141,31 @@ def weights_keys_kernel(
                     dk, weights_src if WEIGHTS_TMA else weights_src + at * stride_weights_h,
                     q_src if TMA else q_src + at * stride_q_h,
                     grad_out_src if TMA else grad_out_src + at * stride_grad_out_h,
-                    v, delta_ptr + (b.to(tl.int64) * H + head) * L, b, head, col0, stride_weights_l, stride_weights_s,
+                    v, delta_ptr + (b.to(tl.int64) * H + head) * L, b, head, col0, stride_weights_l,
+                    stride_weights_s,
                     stride_q_l, stride_q_d, stride_grad_out_l, stride_grad_out_e, L, length,
                     D, DP, E, EP, BM, BN, PRECISION, TMA, WEIGHTS_TMA, CHECK, TURNED,
                 )  # fmt: skip
         store_turned_back(
-            dk * scale, dk_ptr + first_dk + b.to(tl.int64) * stride_dk_b + k * D, cols, stride_dk_s, S,
+            dk * scale, dk_ptr + first_dk + b.to(tl.int64) * stride_dk_b + k * D, cols, stride_dk_s,
+            S,
             cos_ptr + b.to(tl.int64) * stride_cos_b, sin_ptr + b.to(tl.int64) * stride_sin_b,
             stride_cos_n, stride_cos_w, stride_sin_n, stride_sin_w, D, DP, START, W, INTERLEAVED,
         )  # fmt: skip
     else:
         dv = group_product(
-            weights_src, grad_out_src, b, head0, col0, stride_weights_h, stride_weights_l, stride_weights_s,
+            weights_src, grad_out_src, b, head0, col0, stride_weights_h, stride_weights_l,
+            stride_weights_s,
             stride_grad_out_h, stride_grad_out_l, stride_grad_out_e,
             L, length, GROUP, E, EP, BM, BN, PRECISION, TMA, WEIGHTS_TMA, CHECK,
         )  # fmt: skip
-        store_tile(dv_ptr + first_dv + b.to(tl.int64) * stride_dv_b + k * E, dv, cols, stride_dv_s, S, 0, EP, E)
+        store_tile(
+            dv_ptr + first_dv + b.to(tl.int64) * stride_dv_b + k * E,
+            dv,
+            cols,
+            stride_dv_s,
+            S,
+            0,
+            EP,
+            E,
+        )

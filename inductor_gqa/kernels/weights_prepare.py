@@ -1,8 +1,9 @@
-"""Operands as the forward that returns its weights streams them: q and k rotated, all of them rounded to tf32, V turned.
+"""Operands as the forward that returns its weights streams them: q and k rotated, all of them
+rounded to tf32, V turned.
 
-Grid: tiles of 32 rows of q, then of k, then of v. Hopper's tensor cores take tf32 right operands only with the summed
-dimension contiguous, so V lies as [B, K, E, keys] here, padded with zeros to whole vectors; once per call instead of once
-per tile.
+Grid: tiles of 32 rows of q, then of k, then of v. Hopper's tensor cores take tf32 right operands
+only with the summed dimension contiguous, so V lies as [B, K, E, keys] here, padded with zeros to
+whole vectors; once per call instead of once per tile.
 """
 
 from typing import Any
@@ -19,7 +20,8 @@ from inductor_gqa.kernels.tiles import head_offset, load_tile, offsets, round_to
 def prepared_tile(
     x_ptr, cos_ptr, sin_ptr, y_ptr, rows, n_rows,
     stride_x, stride_xd, stride_cos, stride_cosw, stride_sin, stride_sinw, stride_y,
-    START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
     ROUND: tl.constexpr,
 ):  # fmt: skip
     """One head's rows of q or k."""
@@ -28,8 +30,12 @@ def prepared_tile(
     if W:
         is_turned, partner, sign = lanes(cols, START, W, INTERLEAVED)
         other = load_lanes(x_ptr, rows, partner, is_turned, stride_x, stride_xd, n_rows, 0.0)
-        cos = load_lanes(cos_ptr, rows, cols - START, is_turned, stride_cos, stride_cosw, n_rows, 1.0)
-        sin = load_lanes(sin_ptr, rows, cols - START, is_turned, stride_sin, stride_sinw, n_rows, 0.0)
+        cos = load_lanes(
+            cos_ptr, rows, cols - START, is_turned, stride_cos, stride_cosw, n_rows, 1.0
+        )
+        sin = load_lanes(
+            sin_ptr, rows, cols - START, is_turned, stride_sin, stride_sinw, n_rows, 0.0
+        )
         y = (y.to(tl.float32) * cos + other * (sin * sign[None, :])).to(y_ptr.dtype.element_ty)
     if ROUND:
         y = round_to_tf32(y)
@@ -39,14 +45,18 @@ def prepared_tile(
 
 @triton.jit
 def prepare_kernel(
-    q_ptr, k_ptr, v_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, q_out_ptr, k_out_ptr, v_out_ptr,
-    stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d, stride_k_b, stride_k_s, stride_k_k, stride_k_d,
+    q_ptr, k_ptr, v_ptr, cos_q_ptr, sin_q_ptr, cos_k_ptr, sin_k_ptr, q_out_ptr, k_out_ptr,
+    v_out_ptr,
+    stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d, stride_k_b, stride_k_s, stride_k_k,
+    stride_k_d,
     stride_v_b, stride_v_s, stride_v_k, stride_v_e,
     stride_cos_q_b, stride_cos_q_l, stride_cos_q_w, stride_sin_q_b, stride_sin_q_l, stride_sin_q_w,
     stride_cos_k_b, stride_cos_k_s, stride_cos_k_w, stride_sin_k_b, stride_sin_k_s, stride_sin_k_w,
     B, L, S, pitch, query_programs, key_programs,
-    K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    START: tl.constexpr, W_Q: tl.constexpr, W_K: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr,
+    START: tl.constexpr, W_Q: tl.constexpr, W_K: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROUND: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest: neighbours share the rows of cos and sin in L2.
@@ -58,9 +68,11 @@ def prepare_kernel(
         rows = pid // (K * R) // B * ROWS + tl.arange(0, ROWS)
         prepared_tile(
             q_ptr + head_offset(b, k, r, stride_q_b, stride_q_k, stride_q_r),
-            cos_q_ptr + b.to(tl.int64) * stride_cos_q_b, sin_q_ptr + b.to(tl.int64) * stride_sin_q_b,
+            cos_q_ptr + b.to(tl.int64) * stride_cos_q_b,
+            sin_q_ptr + b.to(tl.int64) * stride_sin_q_b,
             q_out_ptr + (b.to(tl.int64) * L * K * R + k * R + r) * D, rows, L,
-            stride_q_l, stride_q_d, stride_cos_q_l, stride_cos_q_w, stride_sin_q_l, stride_sin_q_w, K * R * D,
+            stride_q_l, stride_q_d, stride_cos_q_l, stride_cos_q_w, stride_sin_q_l, stride_sin_q_w,
+            K * R * D,
             START, W_Q, INTERLEAVED, D, DP, ROUND,
         )  # fmt: skip
     elif pid < query_programs + key_programs:
@@ -70,9 +82,11 @@ def prepare_kernel(
         rows = part // K // B * ROWS + tl.arange(0, ROWS)
         prepared_tile(
             k_ptr + head_offset(b, k, k, stride_k_b, stride_k_k, 0),
-            cos_k_ptr + b.to(tl.int64) * stride_cos_k_b, sin_k_ptr + b.to(tl.int64) * stride_sin_k_b,
+            cos_k_ptr + b.to(tl.int64) * stride_cos_k_b,
+            sin_k_ptr + b.to(tl.int64) * stride_sin_k_b,
             k_out_ptr + (b.to(tl.int64) * S * K + k) * D, rows, S,
-            stride_k_s, stride_k_d, stride_cos_k_s, stride_cos_k_w, stride_sin_k_s, stride_sin_k_w, K * D,
+            stride_k_s, stride_k_d, stride_cos_k_s, stride_cos_k_w, stride_sin_k_s, stride_sin_k_w,
+            K * D,
             START, W_K, INTERLEAVED, D, DP, ROUND,
         )  # fmt: skip
     else:
@@ -82,11 +96,16 @@ def prepare_kernel(
         rows = part // K // B * ROWS + tl.arange(0, ROWS)
         cols = tl.arange(0, EP)
         v = load_tile(
-            v_ptr + head_offset(b, k, k, stride_v_b, stride_v_k, 0), rows, stride_v_s, stride_v_e, S, 0, EP, E
+            v_ptr + head_offset(b, k, k, stride_v_b, stride_v_k, 0), rows, stride_v_s, stride_v_e,
+            S, 0, EP, E
         )  # fmt: skip
         if ROUND:
             v = round_to_tf32(v)
-        to = v_out_ptr + (b.to(tl.int64) * K + k) * E * pitch + offsets(cols[:, None], rows[None, :], pitch, 1)
+        to = (
+            v_out_ptr
+            + (b.to(tl.int64) * K + k) * E * pitch
+            + offsets(cols[:, None], rows[None, :], pitch, 1)
+        )
         tl.store(to, v.T, mask=(cols < E)[:, None] & (rows < pitch)[None, :])
 
 
@@ -95,8 +114,8 @@ def plan_preparation(
 ) -> tuple[dict[str, Operand], tuple[Launch, ...], dict[str, str]]:
     """Scratch tensors, at most one launch, and which slots the attention reads for q, k and v.
 
-    q and k are prepared if they turn, and everything if tf32 is wanted and `is_rounded` does not say that it is there. A v
-    whose keys are contiguous is then taken as it is.
+    q and k are prepared if they turn, and everything if tf32 is wanted and `is_rounded` does not
+    say that it is there. A v whose keys are contiguous is then taken as it is.
     """
     tensors = attention.tensors
     B, L, S, K, R, D, E = attention.sizes
@@ -114,16 +133,43 @@ def plan_preparation(
         "v": -(-pitch // rows) * B * K if wants["v"] else 0,
     }
     scalars: dict[str, Any] = {"B": B, "L": L, "S": S, "pitch": pitch}
-    scalars |= {"query_programs": programs["q"], "key_programs": programs["k"], "ROWS": rows, "ROUND": is_tf32}
-    scalars |= {"K": K, "R": R, "D": D, "E": E, "DP": 1 << (D - 1).bit_length(), "EP": 1 << (E - 1).bit_length()}
+    scalars |= {
+        "query_programs": programs["q"],
+        "key_programs": programs["k"],
+        "ROWS": rows,
+        "ROUND": is_tf32,
+    }
+    scalars |= {
+        "K": K,
+        "R": R,
+        "D": D,
+        "E": E,
+        "DP": 1 << (D - 1).bit_length(),
+        "EP": 1 << (E - 1).bit_length(),
+    }
     scalars |= {"START": attention.rope_start, "INTERLEAVED": attention.rope_interleaved}
-    layouts = {"q": "blkrd", "k": "bskd", "v": "bske", "cos_q": "blw", "sin_q": "blw", "cos_k": "bsw", "sin_k": "bsw"}
+    layouts = {
+        "q": "blkrd",
+        "k": "bskd",
+        "v": "bske",
+        "cos_q": "blw",
+        "sin_q": "blw",
+        "cos_k": "bsw",
+        "sin_k": "bsw",
+    }
     for name, letters in layouts.items():
         scalars |= named_strides(name, tensors.get(name), letters)
-    scalars |= {f"W_{x.upper()}": tensors[f"cos_{x}"].shape[-1] if f"cos_{x}" in tensors else 0 for x in ("q", "k")}
+    scalars |= {
+        f"W_{x.upper()}": tensors[f"cos_{x}"].shape[-1] if f"cos_{x}" in tensors else 0
+        for x in ("q", "k")
+    }
     sources = {f"{name}_ptr": name if name in tensors else "q" for name in layouts}
     sources |= {f"{name}_out_ptr": names[name] for name in ("q", "k", "v")}
-    launch = Launch(prepare_kernel, (sum(programs.values()),), sources, scalars, num_warps=4, num_stages=1)
+    launch = Launch(
+        prepare_kernel, (sum(programs.values()),), sources, scalars, num_warps=4, num_stages=1
+    )
     shapes = {"q": tensors["q"].shape, "k": tensors["k"].shape, "v": (B, K, E, pitch)}
-    scratch = {names[x]: Operand.contiguous(shapes[x], tensors[x].dtype) for x in shapes if wants[x]}
+    scratch = {
+        names[x]: Operand.contiguous(shapes[x], tensors[x].dtype) for x in shapes if wants[x]
+    }
     return scratch, (launch,), names

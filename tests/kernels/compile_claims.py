@@ -1,4 +1,5 @@
-"""What tests claim of `compile_weights.py`: no spills, shared memory within limits, tensor cores used."""
+"""What tests claim of `compile_weights.py`: no spills, shared memory within limits, tensor
+cores used."""
 
 import json
 import os
@@ -16,7 +17,9 @@ def assert_compiles(sm: int, cases: list[str]) -> None:
     environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
     script = Path(__file__).with_name("compile_weights.py")
     command = [sys.executable, "-W", "ignore", str(script), str(sm), *cases]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert {record["case"] for record in records} == set(cases)

@@ -1,8 +1,8 @@
-"""Compiles the kernels around given or returned weights without a GPU: `python compile_weights.py sm CASE...` prints a line
-of JSON per launch.
+"""Compiles the kernels around given or returned weights without a GPU: `python compile_weights.py
+sm CASE...` prints a line of JSON per launch.
 
-A CASE is `backward-D128-bf16-L1024` or `forward-D64-fp32-L1024` with any of: rope, pointers, stored (dS kept), again (dS made
-again), turned, causal, padded, bias, tf32, tilesBMxBNxWARPSxSTAGES.
+A CASE is `backward-D128-bf16-L1024` or `forward-D64-fp32-L1024` with any of: rope, pointers, stored
+(dS kept), again (dS made again), turned, causal, padded, bias, tf32, tilesBMxBNxWARPSxSTAGES.
 """
 
 import dataclasses
@@ -34,7 +34,9 @@ def backward_plan(D, dtype, L, rules, capability):
         **dict.fromkeys(("q", "k", "v"), heads),
     }
     if "rope" in rules:
-        tensors |= dict.fromkeys(("cos_q", "sin_q", "cos_k", "sin_k"), Operand.contiguous((B, L, D), dtype))
+        tensors |= dict.fromkeys(
+            ("cos_q", "sin_q", "cos_k", "sin_k"), Operand.contiguous((B, L, D), dtype)
+        )
     subject = weights_backward.WeightsBackward(tensors, D**-0.5, group, capability=capability)
     config = weights_backward.weights_config(subject)
     if tiles := tiles_of(rules):
@@ -58,9 +60,15 @@ def forward_plan(D, dtype, L, rules, capability):
         "k": Operand.contiguous((B, L, K, D), dtype),
         "v": Operand.contiguous((B, L, K, D), dtype),
     }
-    numbers = {"scale": 1.0, "capability": capability, "precision": "tf32" if "tf32" in rules else "ieee"}
+    numbers = {
+        "scale": 1.0,
+        "capability": capability,
+        "precision": "tf32" if "tf32" in rules else "ieee",
+    }
     if "rope" in rules:
-        tensors |= dict.fromkeys(("cos_q", "sin_q", "cos_k", "sin_k"), Operand.contiguous((B, L, D), dtype))
+        tensors |= dict.fromkeys(
+            ("cos_q", "sin_q", "cos_k", "sin_k"), Operand.contiguous((B, L, D), dtype)
+        )
     if "causal" in rules:
         numbers |= {"band_hi": 0}
     if "padded" in rules:
@@ -86,7 +94,11 @@ def compiled(case, sm):
         result = triton.compile(
             source_of(launch, slots),
             target=GPUTarget("cuda", sm, 32),
-            options={"enable_fp_fusion": True, "num_warps": launch.num_warps, "num_stages": launch.num_stages},
+            options={
+                "enable_fp_fusion": True,
+                "num_warps": launch.num_warps,
+                "num_stages": launch.num_stages,
+            },
         )
         registers, stack = resources(result.asm["cubin"])
         yield {
@@ -98,7 +110,9 @@ def compiled(case, sm):
             "shared": result.metadata.shared,
             "uses_tma": "cp.async.bulk.tensor" in result.asm["ptx"],
             "uses_wgmma": "wgmma" in result.asm["ptx"],
-            "uses_tensor_cores": bool(re.search(r"wgmma|tcgen05\.mma|mma\.sync", result.asm["ptx"])),
+            "uses_tensor_cores": bool(
+                re.search(r"wgmma|tcgen05\.mma|mma\.sync", result.asm["ptx"])
+            ),
         }
 
 

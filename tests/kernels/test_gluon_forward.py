@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from inductor_gqa.kernels import gluon_tiles
+from inductor_gqa.kernels.gluon_backward import plan_backward_sm90, usable_backward
 from inductor_gqa.kernels.gluon_empty_rows import fill_empty_rows_kernel
 from inductor_gqa.kernels.gluon_forward import (
     Switches,
@@ -155,3 +156,43 @@ def test_empty_rows_become_the_mean_of_v(device):
     assert torch.equal(lse, torch.where(has_keys, 1.0, math.inf))
     torch.testing.assert_close(out[empty], mean[empty])
     assert bool((out[~empty] == 2.0).all())
+
+
+def test_log_sum_exp_and_delta_are_padded_so_that_nothing_counts_there(device):
+    L, E = 150, 64
+    out, grad_out = (torch.randn(B, L, K, R, E, device=device) for _ in range(2))
+    lse = torch.randn(B, K, R, L, device=device)
+    named = {"out": out, "grad_out": grad_out, "lse": lse, "q": out}
+    operands = {name: Operand.of(x) for name, x in named.items()}
+    keys = Operand.contiguous((B, L, K, E), out.dtype)
+    subject = Attention({**operands, "k": keys, "v": keys}, scale=1.0, capability=(9, 0))
+    plan = plan_backward_sm90(subject)
+    plan = dataclasses.replace(
+        plan, launches=plan.launches[:1], results=("lse_padded", "delta_padded")
+    )
+    lse_padded, delta_padded = execute(plan, named)
+    delta = (out.double() * grad_out.double()).sum(-1).permute(0, 2, 3, 1).float()
+    assert lse_padded.shape == (B * K * R, 64 + 192 + 64)
+    assert torch.equal(lse_padded[:, 64 : 64 + L], lse.flatten(0, 2))
+    torch.testing.assert_close(delta_padded[:, 64 : 64 + L], delta.flatten(0, 2))
+    for x, outside in ((lse_padded, math.inf), (delta_padded, 0.0)):
+        assert bool((x[:, :64] == outside).all())
+        assert bool((x[:, 64 + L :] == outside).all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"key_mask": True}, "key_mask is given"),
+        ({"tables": ("cos_k", "sin_k")}, "cos_k is given"),
+        ({"band_hi": -1, "fill": LOWEST}, "rows may see no key"),
+        ({"D": 256}, "head dim is 256, accepted 64 or 128"),
+        ({"softcap": 1.0}, "scale is 0.1"),
+    ],
+)
+def test_says_why_the_backward_does_not_run(changes, reason):
+    subject = attention(**changes)
+    whole = dataclasses.replace(
+        subject, tensors={**subject.tensors, "grad_out": subject.tensors["q"]}
+    )
+    assert reason in usable_backward(whole)

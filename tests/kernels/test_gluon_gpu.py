@@ -1,4 +1,4 @@
-"""The warp-specialised forward on a Hopper GPU against fp64, its outputs NaN beforehand."""
+"""The warp-specialised kernels on a Hopper GPU against fp64, outputs NaN beforehand."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 from kernels.oracle import Case, errors_of
 
 from inductor_gqa.kernels.forward import attention_forward
+from inductor_gqa.kernels.gluon_backward import attention_backward_sm90
 from inductor_gqa.kernels.gluon_forward import Switches, attention_forward_sm90
 from inductor_gqa.kernels.gluon_tiles import WHY_NOT
 
@@ -189,3 +190,39 @@ def test_agrees_with_the_plain_kernel_over_many_tiles(D):
     plain = attention_forward(case.q, case.k, case.v, **case.keywords)
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def backward_of(case):
+    inputs = (case.q, case.k, case.v)
+    out, lse = attention_forward(*inputs, **case.keywords)
+    return attention_backward_sm90(case.grad_out, *inputs, out, lse, **case.keywords)
+
+
+def gradient_errors(case):
+    case.grad_out = normal(*case.q.shape).to(case.q.dtype)
+    return errors_of(case, dict(zip(("dq", "dk", "dv"), backward_of(case), strict=True)))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
+@pytest.mark.parametrize("L", [*LENGTHS, 2048])
+def test_gradients_equal_fp64_at_any_length(L, band, D):
+    assert gradient_errors(case_of(2, L, L, 2, 4, D, **band)) == []
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("L", "S"), [(1, 1000), (65, 129), (300, 1111)])
+@pytest.mark.parametrize("width", [None, 17, 200])
+def test_gradients_within_a_band_equal_fp64(width, L, S, D):
+    hi = S - L
+    band = {"band_hi": hi} | ({} if width is None else {"band_lo": hi - width + 1})
+    assert gradient_errors(case_of(2, L, S, 2, 4, D, **band)) == []
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_twenty_backward_runs_give_the_same_bits(D):
+    case = case_of(2, 2048, 2048, 4, 4, D, band_hi=0)
+    case.grad_out = normal(*case.q.shape)
+    first = backward_of(case)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, backward_of(case), strict=True))

@@ -52,7 +52,7 @@ def test_visited_tiles_hold_every_visible_key_and_open_tiles_no_hidden_one(BN):
     bands = (None, -260, -64, -1, 0, 1, 37, 128, 400)
     for L, S, lo, hi in itertools.product(lengths, lengths, bands, bands):
         has_lo, has_hi = lo is not None, hi is not None
-        checks_lo = has_lo or (has_hi and (hi % BN != 0 or hi < 0))
+        checks_lo = has_lo or (hi is not None and (hi % BN != 0 or hi < 0))
         band = (lo or 0, hi or 0)
         for tile_row in range(0, L, 128):
             end, n = keys_of(tile_row, L, S, *band, 128, BN, has_lo, has_hi)
@@ -109,7 +109,7 @@ class Tile(torch.Tensor):
         return types.SimpleNamespace(layout=None)
 
     @property
-    def shape(self):
+    def shape(self):  # pyright: ignore[reportIncompatibleVariableOverride]
         return list(self.size())
 
     def expand_dims(self, axis):
@@ -130,8 +130,12 @@ class Tensors(Scalars):
     """Gluon's names for tensors."""
 
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
-    where, join = staticmethod(torch.where), staticmethod(lambda x, y: torch.stack((x, y), -1))
+    join = staticmethod(lambda x, y: torch.stack((x, y), -1))
     static_range = range
+
+    @staticmethod
+    def where(condition, x, y):
+        return torch.where(condition, x, y)
 
     @staticmethod
     def minimum(x, y):

@@ -1,4 +1,6 @@
-"""One thread for tiny tensors, and no structured trace: pytest would format and keep every record of every compile."""
+"""One thread for tiny tensors, and no structured trace: pytest would format and keep every record
+of every compile.
+"""
 
 import logging
 
@@ -15,7 +17,8 @@ def _quiet_trace():
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread_and_seed():
+    torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fused import BACKWARD, fuses, leaves, never_wrong, run
-from inductor_gqa.ops import NAMES
 from spellings import Attention, half, inputs, repeat_kv, softmax_fp32
 from torch import nn
+
+from inductor_gqa.ops import NAMES
 
 
 def needs(seen):
@@ -224,7 +225,9 @@ def backward_by_hand(p, q, k, v, grad):
 
 
 def test_backward_written_by_hand_with_independent_weights():
-    """p is no softmax of q k^T here, so only what the graph shows may be used of the flash identities."""
+    """p is no softmax of q k^T here, so only what the graph shows may be used of the flash
+    identities.
+    """
     p, *rest = torch.rand(2, 3, 11, 11), *(torch.randn(2, 3, 11, 8) for _ in range(4))
     run(backward_by_hand, p, *rest, train=False)
 

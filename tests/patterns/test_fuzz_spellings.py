@@ -1,4 +1,5 @@
-"""Random attentions put together from spellings: each fuses or is left with a reason, with eager's numbers.
+"""Random attentions put together from spellings: each fuses or is left with a reason, with eager's
+numbers.
 
 `HYPOTHESIS_PROFILE=thorough` draws many more.
 """

@@ -112,7 +112,7 @@ class Packed(Attention):
         del self.wq, self.wk, self.wv
 
     def forward(self, x):
-        B, L, _ = x.shape
+        L = x.shape[1]
         qkv = F.linear(x, self.w, self.b)
         q, k, v = self.cut(self, qkv)
         if self.rotation is not None:

@@ -1,4 +1,6 @@
-"""Masks: what reads as a band or as padding needs no tensor; the rest is loaded; all hide what eager hides."""
+"""Masks: what reads as a band or as padding needs no tensor; the rest is loaded; all hide what
+eager hides.
+"""
 
 import pytest
 import torch
@@ -121,9 +123,10 @@ def test_fuses_causal_mask(name, fill):
 @pytest.mark.parametrize("name", ["causal_by_ones_triu", "causal_by_added_where"])
 def test_causal_mask_leaves_no_tensor_of_scores_or_mask(name):
     seen = fuses(Masked(CAUSAL[name]), *inputs(L=13), train=False, scores=(13, 13))
-    sizes = [list(n.meta["val"].shape) for g in seen.graphs for n in g.graph.nodes if "val" in n.meta
-             and isinstance(n.meta["val"], torch.Tensor)]  # fmt: skip
-    assert [13, 13] not in [size[-2:] for size in sizes]
+    nodes = [node for graph in seen.graphs for node in graph.graph.nodes]
+    values = [node.meta.get("val") for node in nodes]
+    shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+    assert (13, 13) not in [shape[-2:] for shape in shapes]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +310,9 @@ def test_causal_mask_with_padding(joined, side, fill):
 @pytest.mark.parametrize("adds", [False, True], ids=["filled", "added"])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_rows_without_a_visible_key_average_the_values(fill, adds, train):
-    """In eager every score of such a row is the same number; the gradient flows where the mask was added."""
+    """In eager every score of such a row is the same number; the gradient flows where the mask was
+    added.
+    """
     keep = torch.ones(2, 11, dtype=torch.bool)
     keep[1] = False
 

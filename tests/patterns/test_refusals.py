@@ -1,11 +1,14 @@
-"""Near misses: each is almost an attention that the ops compute. Fused or left, but never wrong; where left, with its reason."""
+"""Near misses: each is almost an attention that the ops compute. Fused or left, but never wrong;
+where left, with its reason.
+"""
 
-import inductor_gqa
 import pytest
 import torch
 import torch.nn.functional as F
 from fused import Seen, backend, results, run
 from spellings import Attention, half, inputs, repeat_kv, rotate_half
+
+import inductor_gqa
 
 NEG = float("-inf")
 
@@ -29,7 +32,9 @@ NEAR_MISSES = {}
 
 
 def near(make, reason=None, fused=None):
-    """Registers a function of q, k, v. reason: a piece of what the report says; fused: whether it must be, if known."""
+    """Registers a function of q, k, v. reason: a piece of what the report says; fused: whether it
+    must be, if known.
+    """
 
     def register(f):
         NEAR_MISSES[f.__name__] = (f, make, reason, fused)
@@ -541,8 +546,9 @@ def difference_of_two_attentions(q, k, v):
 
 @near(qkv)
 def values_plus_product(q, k, v):
-    b = torch.baddbmm(v.flatten(0, 1), torch.softmax(q @ k.mT, -1).flatten(0, 1), v.flatten(0, 1))
-    return b
+    return torch.baddbmm(
+        v.flatten(0, 1), torch.softmax(q @ k.mT, -1).flatten(0, 1), v.flatten(0, 1)
+    )
 
 
 @near(qkv)

@@ -1,4 +1,6 @@
-"""Rotary embeddings in the spellings of the wild are fused into the attention, forward and backward."""
+"""Rotary embeddings in the spellings of the wild are fused into the attention, forward and
+backward.
+"""
 
 import pytest
 import torch
@@ -42,7 +44,7 @@ KINDS = {
 @pytest.mark.parametrize("B", [1, 2], ids="B{}".format)
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_fuses_rotation_in_training(name, B):
-    """The tables' columns are all different, so a lane that takes the wrong one is a wrong number."""
+    """The columns of the tables all differ, so a lane with the wrong one is a wrong number."""
     seen = fuses(Attention(rotation=ROTATIONS[name]), *inputs(B=B), scores=(11, 11))
     assert KINDS[name] in seen.summary
 
@@ -305,7 +307,7 @@ def test_normalised_after_rotation_fuses_without_it():
 
 
 def test_decoupled_rotation_of_a_shared_key():
-    """MLA: half of the lanes of k are rotated once for all heads, and v has a head dim of its own."""
+    """MLA: half of the lanes of k are rotated once for all heads, and v has its own head dim."""
 
     class Decoupled(Attention):
         def forward(self, x):
@@ -339,7 +341,7 @@ def test_complex_rotation_is_fused_or_left_outside():
 
 
 class TestNearMisses:
-    """Not a rotation that the kernels know: the attention fuses with what is computed outside it."""
+    """Not a rotation that the kernels know: it stays outside and the attention fuses."""
 
     @staticmethod
     def outside(rotation, **options):

@@ -1,4 +1,6 @@
-"""Whole models of Transformers in eager attention, tiny and random: every site fuses, and every gradient is right."""
+"""Whole models of Transformers in eager attention, tiny and random: every site fuses, and every
+gradient is right.
+"""
 
 import copy
 
@@ -49,7 +51,9 @@ def made(name, dtype=torch.float32):
 
 
 class Logits(torch.nn.Module):
-    """Logits of the real tokens; those of padding are not compared, since the model leaves them arbitrary."""
+    """Logits of the real tokens; those of padding are not compared, since the model leaves them
+    arbitrary.
+    """
 
     def __init__(self, model, padding):
         super().__init__()
@@ -100,10 +104,13 @@ def test_bf16_model_is_as_exact_as_eager(name):
     assert (seen.fused, seen.reasons) == (2, [])
 
 
+class LogitsOfAnyLength(Logits):
+    def forward(self, ids):
+        return self.model(input_ids=ids).logits
+
+
 def test_dynamic_lengths():
-    ids = tokens()
-    module = Logits(made("llama"), "none")
-    module.forward = lambda ids: module.model(input_ids=ids).logits
+    ids, module = tokens(), LogitsOfAnyLength(made("llama"), "none")
     seen = run(module, ids, dynamic=True, train=False, more=[(ids[:1].repeat(3, 2),)])
     assert (seen.fused, seen.reasons) == (2, [])
 
