@@ -17,19 +17,31 @@ from . import reference
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
+SMALL = 256 * 256  # scores per head up to which memory does not matter and the reference rounds less
 
 
-def _is_flash(q: Tensor, v: Tensor, a: Arguments) -> bool:
-    hides = a["key_mask"] is not None or a["mask"] is not None
-    hides = hides or a["band_lo"] is not None or a["band_hi"] is not None
-    exact = hides and not a["fill_adds"] and a["fill"] > -math.inf
+def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
+    """Whether PyTorch's fused attention computes the same, and well.
+
+    It cannot tell a row of finfo.min alone from others (its log-sum-exp swallows the logarithm), so no row may be without a
+    visible key unless hidden scores are -inf, and no bias may bring such values in.
+    """
+    L, S = q.shape[1], k.shape[1]
+    low, high = a["band_lo"], a["band_hi"]
+    banded = low is not None or high is not None
+    hides = banded or a["key_mask"] is not None or a["mask"] is not None
+    drops = a["fill"] == -math.inf
+    sees = a["key_mask"] is None and a["mask"] is None
+    sees = sees and (high is None or high >= 0) and (low is None or low + L <= S)
     return (
         q.shape[-1] == v.shape[-1]
+        and q.dtype in (torch.float32, torch.bfloat16)
         and not a["softcap"]
         and a["sink"] is None
         and a["keep"] is None
-        and not exact
-        and q.dtype != torch.float16
+        and a["bias"] is None
+        and (not hides or drops or (sees and a["fill"] <= reference.ABSORBING))
+        and L * S > SMALL
     )
 
 
@@ -81,7 +93,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:
-    if not _is_flash(q, v, a):
+    if not _is_flash(q, k, v, a):
         return reference.attention(q, k, v, a)
     B, L, K, R, _ = q.shape
     q_BHLD, k_BHSD, v_BHSE = _heads_first(q, k, v, a)
@@ -103,7 +115,7 @@ def attention_backward(
     v: Tensor,
     a: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _is_flash(q, v, a):
+    if not _is_flash(q, k, v, a):
         return reference.attention_backward(grad_out, q, k, v, a, needs)
     B, L, K, R, D = q.shape
     S = k.shape[1]

@@ -115,7 +115,7 @@ class Emitter:
         if permutation != list(range(len(flat))):
             node = self.call(aten.permute.default, node, permutation)
         have = [[a for a in group if a in flat] for group in wanted]
-        if expand and any(len(h) not in (0, len(w)) for h, w in zip(have, wanted, strict=True)):
+        if any(len(h) not in (0, len(w)) for h, w in zip(have, wanted, strict=True)):
             node = self._expanded(node, [a for g in wanted for a in g], order)
             have = wanted
         node = self.viewed(node, [product(a.size for a in group) for group in have])

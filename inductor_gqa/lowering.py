@@ -60,8 +60,11 @@ def _forward(*args: Any) -> list[Any]:
 
 def _backward(grad_out: Any, out: Any, lse: Any, nq: bool, nk: bool, nv: bool, *args: Any) -> list[Any]:
     from .kernels.backward import plan_backward
+    from .kernels.choice import is_gluon_backward
 
     tensors, attention = _attention(args, grad_out=grad_out, out=out, lse=lse)
+    if is_gluon_backward(attention, (nq, nk, nv)):
+        raise _Opaque("Inductor launches no Gluon kernels")
     return _launched(plan_backward(attention, (nq, nk, nv)), tensors)
 
 

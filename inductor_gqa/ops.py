@@ -118,7 +118,7 @@ def _cuda_backward(
     needs_v: bool,
     *args: Any,
 ) -> Any:
-    from .kernels.backward import attention_backward as launch
+    from .kernels.choice import attention_backward as launch
 
     q, k, v, named = arguments(args)
     return launch(grad_out, q, k, v, out, lse, needs=(needs_q, needs_k, needs_v), **named)

@@ -95,10 +95,28 @@ def _is_constant_along(shift: Any, scores: torch.fx.Node, dim: int) -> bool:
 
     Only the maximum is accepted: with another shift, eager may overflow where we would not.
     """
-    return (
-        isinstance(shift, torch.fx.Node)
-        and shift.target is aten.amax.default
-        and shift.args[0] is scores
-        and [d % len(shape_of(scores)) for d in shift.args[1]] == [dim]  # type: ignore[union-attr]
-        and bool(shift.args[2] if len(shift.args) > 2 else shift.kwargs.get("keepdim", False))
-    )
+    if not isinstance(shift, torch.fx.Node):
+        return False
+    shift, scores = _seen_through(shift), _seen_through(scores)
+    rank = len(shape_of(scores))
+    keeps = shift.args[2] if len(shift.args) > 2 else shift.kwargs.get("keepdim", False)
+    if shift.target is aten.amax.default:
+        dims = [d % rank for d in shift.args[1]]  # type: ignore[union-attr]
+        return bool(keeps) and dims == [dim] and _seen_through(shift.args[0]) is scores  # type: ignore[arg-type]
+    if getattr(shift.target, "__name__", "") == "getitem" and shift.args[1] == 0:
+        made = shift.args[0]
+        return (
+            isinstance(made, torch.fx.Node)
+            and made.target is aten.max.dim
+            and made.args[1] % rank == dim  # type: ignore[operator]
+            and made.args[2:] == (True,)
+            and _seen_through(made.args[0]) is scores  # type: ignore[arg-type]
+        )
+    return False
+
+
+def _seen_through(node: torch.fx.Node) -> torch.fx.Node:
+    """The node behind aliases that leave every element as it is."""
+    while node.target in (aten.alias.default, aten.detach.default, aten.clone.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

@@ -149,6 +149,8 @@ def values_matmul(weights: Node, canonical: Position, values: ValueNumbers) -> N
     for moved, user in operands.moved_users(weights, canonical):
         if user.op != "call_function" or user.target not in operands.MATMULS:
             continue
+        if values.comes_from_gradient(user):
+            continue
         first = operands.MATMULS[user.target]
         left, right, _ = operands.matmul_axes(user)
         for k, position in ((first, left), (first + 1, right)):

@@ -222,6 +222,10 @@ def _is_whole(place: Place, size: Size) -> bool:
 
 def _merged(dims: list[tuple[Place, Size]]) -> Place:
     """Many dims viewed as one; a slice or a selected index is possible in the most significant of them."""
+    if any(isinstance(d, Fixed) for place, _ in dims for d in place.digits) and all(
+        place.is_fixed and isinstance(n, int) and isinstance(place.offset, int) for place, n in dims
+    ):
+        return _merged_lanes(dims)
     digits: tuple[Digit | Fixed, ...] = ()
     offset: Size = 0
     for place, size in dims:
@@ -229,6 +233,19 @@ def _merged(dims: list[tuple[Place, Size]]) -> Place:
             raise Unread("a view joins a sliced dim with another")
         digits, offset = digits + place.digits, offset * size + place.offset
     return Place(joined(digits), offset)
+
+
+def _merged_lanes(dims: list[tuple[Place, Size]]) -> Place:
+    """As `_merged` where all positions are numbers: lanes beside selected indices."""
+    count = next(
+        len(d.values) for place, _ in dims for d in place.digits if isinstance(d, Fixed)
+    )
+    values, extent = [0] * count, 1
+    for place, n in dims:
+        lanes = place.lanes(count)
+        values = [v * n + lane + place.offset for v, lane in zip(values, lanes, strict=True)]
+        extent *= n
+    return Place((Fixed(tuple(values), extent),))
 
 
 def _shorter(a: Size, b: Size) -> bool:

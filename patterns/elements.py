@@ -65,6 +65,12 @@ def step(node: Node, position: Position, casts: bool = True) -> tuple[Node, Posi
     if not args or not isinstance(args[0], Node) or "val" not in args[0].meta:
         return None
     source: Node = args[0]
+    if op is aten.copy.default:  # what an in-place op leaves: the copied tensor, as far as it is of the same shape
+        copied = args[1]
+        if not isinstance(copied, Node) or shape_of(copied) != shape_of(node):
+            return None
+        same_type = copied.meta["val"].dtype is node.meta["val"].dtype
+        return (copied, position) if same_type or (casts and _keeps_float(node)) else None
     if not isinstance(source.meta["val"], torch.Tensor):
         return _step_out_of_list(node, position)
     shape = shape_of(source)

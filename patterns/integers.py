@@ -18,6 +18,8 @@ from .values import ValueNumbers, scalar_value
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
 
+WIDE = (torch.int64, torch.int32, torch.bool)
+
 Linear: TypeAlias = dict[Any, Size]  # Digit, Atom or () (the constant) -> coefficient
 
 
@@ -106,6 +108,8 @@ class Integers:
         back = step(node, position)
         if back is not None:
             return self.at(*back)
+        if node.meta["val"].dtype not in WIDE:
+            return self.load(node, position)  # narrower numbers wrap around
         found = self._compute(node, position)
         return self.load(node, position) if found is None else found
 

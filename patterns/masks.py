@@ -13,7 +13,7 @@ from inductor_gqa.site import Mask, View
 
 from .axes import Digit, Size, Unread, axes_in, same
 from .integers import Integers, Linear
-from .predicates import NEVER, Clause, conjunction, two_valued
+from .predicates import NEVER, Clause, conjunction, flipped, two_valued
 from .scores import Scores
 
 ABSORBING = -1e30
@@ -28,6 +28,8 @@ def read(
     bias: list[View] = []
     for view in scores.added:
         read_ = two_valued(reader, view.node, view.position)
+        if read_ is not None and read_.kept != 0.0 and read_.hidden == 0.0:
+            read_ = flipped(read_) or read_
         if read_ is None or read_.kept != 0.0 or not read_.hidden < 0:
             bias.append(view)
         elif read_.clauses:

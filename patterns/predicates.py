@@ -8,13 +8,22 @@ and boolean lookups; what does not is kept as a tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .axes import Position
 from .elements import broadcast, step
-from .integers import COMPARISONS, Integers, Linear, compared, decided, indexed
+from .integers import (
+    COMPARISONS,
+    Integers,
+    Linear,
+    combine,
+    compared,
+    constant,
+    decided,
+    indexed,
+)
 from .values import as_dtype, scalar_value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -53,9 +62,9 @@ def conjunction(
     reader: Integers, node: Node, position: Position, positive: bool = True
 ) -> Conjunction:
     """The boolean element as a conjunction of clauses; NEVER where it is false whatever the position."""
-    constant = scalar_value(node)
-    if constant is not None:
-        return ALWAYS if bool(constant) is positive else NEVER
+    known = scalar_value(node)
+    if known is not None:
+        return ALWAYS if bool(known) is positive else NEVER
     if node.op == "call_function":
         if node.target in NOTS:
             return conjunction(reader, node.args[0], position, not positive)  # type: ignore[arg-type]
@@ -75,6 +84,9 @@ def conjunction(
             source = node.args[0]
             if isinstance(source, Node) and source.meta["val"].dtype is torch.bool:
                 return conjunction(reader, source, position, positive)
+            flag = two_valued(reader, source, position)  # type: ignore[arg-type]
+            if flag is not None and bool(flag.kept) is positive and bool(flag.hidden) is not positive:
+                return flag.clauses
         if node.target is aten.index.Tensor:
             found = indexed(reader, node, position)
             if found is not None:
@@ -110,14 +122,8 @@ def _comparison(reader: Integers, node: Node, position: Position, positive: bool
     known = decided(kind, x)
     if known is not None:
         return ALWAYS if known is positive else NEVER
-    if not positive:
-        if kind == "ge":  # not (x >= 0) is -x - 1 >= 0
-            x = {key: -value for key, value in x.items()}
-            x[()] = x.get((), 0) - 1
-            x = {key: value for key, value in x.items() if value != 0}
-        else:
-            kind = "eq" if kind == "ne" else "ne"
-    return (Clause(node, position, positive, (kind, tuple(x.items()))),)
+    clause = Clause(node, position, True, (kind, tuple(x.items())))
+    return (clause if positive else negated(clause),)
 
 
 def _truth_of_flag(reader: Integers, node: Node, position: Position, positive: bool) -> Conjunction:
@@ -138,9 +144,9 @@ def _truth_of_flag(reader: Integers, node: Node, position: Position, positive: b
     }[COMPARISONS[node.target]]
     if test(flag.kept) == test(flag.hidden):
         return None
-    if test(flag.kept) is positive:
-        return flag.clauses
-    return (Clause(node, position, positive),)
+    if test(flag.kept) is not positive:
+        flag = flipped(flag)
+    return (Clause(node, position, positive),) if flag is None else flag.clauses
 
 
 def _chosen(reader: Integers, node: Node, position: Position, positive: bool) -> Conjunction:
@@ -170,6 +176,25 @@ class TwoValued:
     clauses: tuple[Clause, ...]
     kept: float
     hidden: float
+
+
+def flipped(flag: TwoValued) -> TwoValued | None:
+    """The same element with its two values told apart the other way round; only a single clause can be negated."""
+    if len(flag.clauses) != 1:
+        return None
+    (clause,) = flag.clauses
+    return TwoValued((negated(clause),), flag.hidden, flag.kept)
+
+
+def negated(clause: Clause) -> Clause:
+    if clause.comparison is None:
+        return replace(clause, positive=not clause.positive)
+    kind, x = clause.comparison[0], clause.linear
+    if kind == "ge":  # not (x >= 0) is -x - 1 >= 0
+        x = combine(constant(-1), x, -1)
+    else:
+        kind = "eq" if kind == "ne" else "ne"
+    return replace(clause, positive=not clause.positive, comparison=(kind, tuple(x.items())))
 
 
 def two_valued(reader: Integers, node: Node, position: Position) -> TwoValued | None:
@@ -261,6 +286,15 @@ def _two_valued_where(reader: Integers, node: Node, position: Position) -> TwoVa
     condition = conjunction(reader, c, at, flag)
     if condition is NEVER:
         return no
-    if yes.clauses and yes.hidden != no.kept:
+    if {_meaning(c) for c in yes.clauses} <= {_meaning(c) for c in condition}:
+        return TwoValued(condition, yes.kept, no.kept)
+    if yes.hidden != no.kept:
         return None
     return TwoValued((*condition, *yes.clauses), yes.kept, no.kept)
+
+
+def _meaning(clause: Clause) -> object:
+    """What a clause says, wherever it is computed."""
+    if clause.comparison is not None:
+        return (clause.comparison[0], frozenset(clause.comparison[1]))
+    return (clause.node, clause.position, clause.positive)

@@ -7,6 +7,7 @@ softcap, a factor outside the mask, two matmuls that feed the scores, anything t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -135,7 +136,8 @@ def _added(
     a, b = node.args[0], node.args[1]
     subtracts = node.target is aten.sub.Tensor
     if subtracts and isinstance(a, Node) and isinstance(b, Node) and _is_max_of(b, a):
-        return a, broadcast(a, position)  # the softmax does not change by it
+        stages.append(_Stage("shift"))
+        return a, broadcast(a, position)
     leading = [n for n in (a, b) if isinstance(n, Node) and _leads_to_matmul(n)]
     if len(leading) == 2:
         raise Unread("two matmuls feed the scores, accepted one")
@@ -146,7 +148,8 @@ def _added(
     if number is not None:
         if abs(number) == float("inf"):
             return None
-        return leading[0], broadcast(leading[0], position)  # a constant changes no softmax
+        stages.append(_Stage("shift"))
+        return leading[0], broadcast(leading[0], position)
     if not isinstance(other, Node) or subtracts:
         return None
     stages.append(_Stage("add", tensor=View(other, broadcast(other, position))))
@@ -252,6 +255,9 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
                 raise Unread("the scores are multiplied by two tensors, accepted one")
             assert stage.tensor is not None
             out.scale_tensor = stage.tensor.node
+        elif stage.kind == "shift":  # the same for all keys, so the softmax does not change by it
+            if capped or out.sink is not None:  # read inwards: a sink that was met lies outside this shift
+                raise Unread("the scores are shifted inside the softcap or beside a sink")
         elif stage.kind == "sink":
             if out.sink is not None or outer != 1.0 or capped or out.added or out.filled:
                 raise Unread("a sink column that is scaled or masked, accepted one as it is")
@@ -274,10 +280,9 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
             if stage.kind == "add":
                 out.added.append(stage.tensor)
             else:
-                if out.added:
-                    # where(c, s, fill) + m: the fill is added to as well; only an infinite or absorbing one is not changed
-                    if stage.factor > -1e30:
-                        raise Unread("a bias is added after the scores were filled")
+                if out.added and stage.factor != -math.inf:
+                    # Where the bias is -inf for all keys that are seen, eager goes on with the filled ones.
+                    raise Unread("a bias is added after the scores were filled")
                 out.filled.append((stage.tensor, stage.keeps, stage.factor))
     if capped:
         out.scale *= out.softcap

@@ -102,12 +102,15 @@ class ValueNumbers:
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._first: dict[Node, Node] = {}
         self._matmul: dict[Node, bool] = {}
+        self._gradient: dict[Node, bool] = {}
         self.order: dict[Node, int] = {}
         seen: dict[Any, Node] = {}
         for number, node in enumerate(graph.nodes):
             self.order[node] = number
             inputs = node.all_input_nodes
             self._matmul[node] = node.target in MATMULS or any(self._matmul[n] for n in inputs)
+            tangent = node.op == "placeholder" and "tangents" in node.name
+            self._gradient[node] = tangent or any(self._gradient[n] for n in inputs)
             key = self._key(node)
             self._first[node] = node if key is None else seen.setdefault(key, node)
 
@@ -117,6 +120,10 @@ class ValueNumbers:
     def comes_from_matmul(self, node: Node) -> bool:
         """Whether a matmul, a convolution or an embedding is among the ancestors."""
         return self._matmul.get(node, False)
+
+    def comes_from_gradient(self, node: Node) -> bool:
+        """Whether the node belongs to the backward of a joint graph."""
+        return self._gradient.get(node, False)
 
     def _key(self, node: Node) -> Any:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

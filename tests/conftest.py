@@ -19,8 +19,7 @@ if not HAS_GPU:
 
 
 def _teach_interpreter_bf16() -> None:
-    """Triton's interpreter computes bf16 dots and casts on raw bit patterns
-    (triton-lang/triton#11585, closed as unsupported)."""
+    """Triton's interpreter computes bf16 dots and casts on raw bit patterns, silently."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter

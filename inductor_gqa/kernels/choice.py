@@ -1,32 +1,122 @@
-"""Which forward kernel computes an attention: a pure function of its shapes, rules and device.
+"""Which kernels compute an attention and its backward: a pure function of shapes, rules and device.
 
-Measured on one H200 (bf16, 32/8 heads, causal, 2026-11-30): the Gluon kernel is 1.2 to 1.6 times as fast as the plain Triton
-one from S = 1k to 4k at D = 64 and 128, and computes the same; so it is taken wherever it can be.
+Measured on one H200 (bf16, 32/8 heads, causal, 2026-12-01): the Gluon forward is 1.1 to 1.5 times as fast as the plain Triton
+one from S = 1k to 4k at D = 64 and 128, the Gluon backward 1.3 times at D = 128; they compute the same, so they are taken
+wherever they can be. Key padding, biases, dropout and sinks stay with the plain kernels.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from . import gluon_forward
-from .plan import Attention
+import torch
+
+from . import gluon_backward, gluon_forward, rules
+from .forward import collect
+from .plan import Attention, Plan, execute
+from .rotate import plan_rotation
+
+TENSORS = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep", "sink")
 
 
 def is_gluon(attention: Attention) -> bool:
-    """Whether the sm_90 kernel takes this attention. Key padding stays with the plain kernel."""
+    """Whether the sm_90 forward takes this attention."""
     return "key_mask" not in attention.tensors and gluon_forward.usable(attention) is None
 
 
-def attention_forward(q: Any, k: Any, v: Any, **arguments: Any) -> tuple[Any, Any]:
+def is_gluon_backward(attention: Attention, needs: tuple[bool, bool, bool]) -> bool:
+    """Whether the sm_90 backward takes this attention; rotations then have launches of their own."""
+    if not all(needs) or not is_gluon(attention) or attention.rules & rules.EMPTY_ROWS.value:
+        return False
+    tensors = {name: x for name, x in attention.tensors.items() if name[:4] not in ("cos_", "sin_")}
+    scratch, _, names = plan_rotation(attention)
+    tensors |= {name: scratch[slot] for name, slot in names.items() if slot in scratch}
+    bare = dataclasses.replace(attention, tensors=tensors)
+    return gluon_backward.usable_backward(bare) is None
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `forward.attention_forward`, by the kernel that is chosen."""
     from .forward import attention_forward as plain
-    from .forward import collect
 
-    names = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep", "sink")
-    tensors = {"q": q, "k": k, "v": v} | {name: arguments.get(name) for name in names}
-    numbers = {name: value for name, value in arguments.items() if name not in names}
-    given, attention = collect(tensors, numbers)
+    given, attention, numbers = _parts(q, k, v, arguments)
     if not is_gluon(attention):
         return plain(q, k, v, **arguments)
-    given.pop("q"), given.pop("k"), given.pop("v")
-    return gluon_forward.attention_forward_sm90(q, k, v, **given, **numbers)
+    tables = {name: given[name] for name in TENSORS if name in given}
+    return gluon_forward.attention_forward_sm90(q, k, v, **tables, **numbers)
+
+
+def attention_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+    **arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `backward.attention_backward`, by the kernels that are chosen."""
+    from .backward import attention_backward as plain
+
+    more = {"grad_out": grad_out, "out": out, "lse": lse}
+    given, attention, numbers = _parts(q, k, v, arguments, more)
+    if not is_gluon_backward(attention, needs):
+        return plain(grad_out, q, k, v, out, lse, needs=needs, **arguments)
+    turned = _rotated(given, attention)
+    left = {name: x for name, x in numbers.items() if name in ("scale", "band_lo", "band_hi")}
+    dq, dk, dv = gluon_backward.attention_backward_sm90(
+        grad_out, turned["q"], turned["k"], v, out, lse, **left
+    )
+    if "cos_q" not in given and "cos_k" not in given:
+        return dq, dk, dv
+    back = {"q": dq, "k": dk, "v": dv} | _adjoint_tables(given, attention.rope_interleaved)
+    shape = {name: numbers[name] for name in ("scale", "rope_start", "rope_interleaved")}
+    tensors, unturned = collect(back, shape)
+    results = _rotated(tensors, unturned)
+    return results["q"], results["k"], dv
+
+
+def _parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    arguments: dict[str, Any],
+    more: dict[str, torch.Tensor] | None = None,
+) -> tuple[dict[str, torch.Tensor], Attention, dict[str, Any]]:
+    """The tensors that are given, the call without its data, and its numbers."""
+    tensors = {"q": q, "k": k, "v": v, **(more or {})}
+    tensors |= {name: arguments.get(name) for name in TENSORS}
+    numbers = {name: value for name, value in arguments.items() if name not in TENSORS}
+    given, attention = collect(tensors, numbers)
+    return given, attention, numbers
+
+
+def _rotated(given: dict[str, torch.Tensor], attention: Attention) -> dict[str, torch.Tensor]:
+    """q and k, turned where tables are given."""
+    scratch, launches, names = plan_rotation(attention)
+    if not launches:
+        return {"q": given["q"], "k": given["k"]}
+    made = dict(
+        zip(scratch, execute(Plan(scratch, launches, tuple(scratch)), given), strict=True)
+    )
+    return {name: made.get(slot, given[name]) for name, slot in names.items()}
+
+
+def _adjoint_tables(given: dict[str, torch.Tensor], interleaved: bool) -> dict[str, torch.Tensor]:
+    """Tables whose rotation is the adjoint of the given ones: each lane takes its partner's sine, negated."""
+    out: dict[str, torch.Tensor] = {}
+    for name in ("q", "k"):
+        if f"cos_{name}" in given:
+            sin = given[f"sin_{name}"]
+            width = sin.shape[-1]
+            if interleaved:
+                partner = sin.unflatten(-1, (width // 2, 2)).flip(-1).flatten(-2)
+            else:
+                partner = sin.roll(width // 2, -1)
+            out[f"cos_{name}"], out[f"sin_{name}"] = given[f"cos_{name}"], -partner
+    return out
