@@ -4,8 +4,9 @@
     inductor_gqa.enable()
     model = torch.compile(model)
 
-The model is unchanged: attention spelled out in matmuls and softmax is recognised in the graph that Inductor compiles, forward and
-backward, and replaced by fused Triton kernels. What is not recognised, or would not pay, is left as it was; `explain` says why.
+The model is unchanged: attention spelled out in matmuls and softmax is recognised in the graph that
+Inductor compiles, forward and backward, and replaced by fused Triton kernels. What is not
+recognised, or would not pay, is left as it was; `explain` says why.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _HOMES = {"NotFused": "passes", "Report": "report"}
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the implementation (and with it Inductor) at first use, so that importing the package costs next to nothing."""
+    """Loads the implementation (and with it Inductor) at first use, so that importing the package
+    costs next to nothing."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

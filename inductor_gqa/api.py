@@ -22,11 +22,12 @@ log = logging.getLogger("inductor_gqa")
 def enable(*, always: bool = False, strict: bool = False) -> None:
     """Fuses attention in everything that `torch.compile` compiles from here on.
 
-    always: fuse whatever can be read, on any device and size; by default a site is fused where that was measured to pay.
-    strict: raise `NotFused` at compile time, listing every attention that is left, instead of leaving it silently.
+    always: fuse whatever can be read, on any device and size; by default a site is fused where that
+    was measured to pay. strict: raise `NotFused` at compile time, listing every attention that is
+    left, instead of leaving it silently.
 
-    Calling it again changes the settings. A custom joint pass that was set before keeps running, before ours. Functions that are
-    compiled already stay as they are until `torch._dynamo.reset()`.
+    Calling it again changes the settings. A custom joint pass that was set before keeps running,
+    before ours. Functions that are compiled already stay as they are until `torch._dynamo.reset()`.
     """
     current = inductor_config.joint_custom_pre_pass
     before = current.before if isinstance(current, AttentionPass) else current
@@ -54,7 +55,8 @@ def is_enabled() -> bool:
 
 @contextmanager
 def enabled(*, always: bool = False, strict: bool = False) -> Generator[None, None, None]:
-    """`enable()` for what is compiled (first called) inside the block; the setting before it comes back afterwards."""
+    """`enable()` for what is compiled (first called) inside the block; the setting before it comes
+    back afterwards."""
     saved = inductor_config.joint_custom_pre_pass
     before = saved.before if isinstance(saved, AttentionPass) else saved
     lowering.install()
@@ -82,9 +84,9 @@ def explain(
 ) -> report.Report:
     """What would be fused in `fn(*args, **kwargs)`, and why the rest would be left.
 
-    Compiles without code generation and without caches, runs the function once, and changes nothing else: neither the settings
-    nor what is compiled already. With gradients enabled the backward is read as well. always=False also applies the table of what
-    pays.
+    Compiles without code generation and without caches, runs the function once, and changes nothing
+    else: neither the settings nor what is compiled already. With gradients enabled the backward is
+    read as well. always=False also applies the table of what pays.
     """
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
@@ -110,7 +112,8 @@ _explained = itertools.count()
 
 
 def _fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A callable with code of its own: Dynamo keys compiled frames, and its limit on recompiles, by code object."""
+    """A callable with code of its own: Dynamo keys compiled frames, and its limit on recompiles, by
+    code object."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""The ops on the CPU: PyTorch's own fused CPU attention where it computes the same, else the reference.
+"""The ops on the CPU: PyTorch's own fused CPU attention where it computes the same, else the
+reference.
 
-The fused CPU attention never holds more than a strip of scores. It takes an additive mask, one head dim and no softcap, sink
-or dropout; what needs those goes to `reference`.
+The fused CPU attention never holds more than a strip of scores. It takes an additive mask, one head
+dim and no softcap, sink or dropout; what needs those goes to `reference`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from . import reference
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
-SMALL = 256 * 256  # scores per head up to which memory does not matter and the reference rounds less
+SMALL = (
+    256 * 256
+)  # scores per head up to which memory does not matter and the reference rounds less
 
 
 def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
     """Whether PyTorch's fused attention computes the same, and well.
 
-    It cannot tell a row of finfo.min alone from others (its log-sum-exp swallows the logarithm), so no row may be without a
-    visible key unless hidden scores are -inf, and no bias may bring such values in.
+    It cannot tell a row of finfo.min alone from others (its log-sum-exp swallows the logarithm), so
+    no row may be without a visible key unless hidden scores are -inf, and no bias may bring such
+    values in.
     """
     L, S = q.shape[1], k.shape[1]
     low, high = a["band_lo"], a["band_hi"]
@@ -47,7 +51,7 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
 
 def _additive_mask(q: Tensor, k: Tensor, a: Arguments) -> Tensor | None:
     """[B|1, H|1, L, S] in q's dtype, or None."""
-    B, L, K, R, _ = q.shape
+    _, L, K, R, _ = q.shape
     S = k.shape[1]
     hidden = reference.hidden_BKRLS(
         L, S, a["band_lo"], a["band_hi"], a["key_mask"], a["mask"], q.device
@@ -70,14 +74,7 @@ def _additive_mask(q: Tensor, k: Tensor, a: Arguments) -> Tensor | None:
 def _heads_first(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated q, k and v as [B, H, length, dim], keys and values repeated."""
     B, L, K, R, D = q.shape
-    start, interleaved = a["rope_start"], a["rope_interleaved"]
-    if a["cos_q"] is not None:
-        tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
-        q = reference.rotate(q, *tables, start, interleaved)
-    if a["cos_k"] is not None:
-        k = reference.rotate(
-            k, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved
-        )
+    q, k = reference.turned(q, "q", a), reference.turned(k, "k", a)
 
     def repeated(x: Tensor) -> Tensor:
         shape = (B, x.shape[1], K, R, x.shape[-1])
@@ -117,8 +114,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _is_flash(q, k, v, a):
         return reference.attention_backward(grad_out, q, k, v, a, needs)
-    B, L, K, R, D = q.shape
-    S = k.shape[1]
+    B, L, K, R, _ = q.shape
     q_BHLD, k_BHSD, v_BHSE = _heads_first(q, k, v, a)
     heads = lambda x: _rows(x.reshape(B, L, K * R, -1).transpose(1, 2))  # noqa: E731
     made = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -133,15 +129,8 @@ def attention_backward(
         attn_mask=_additive_mask(q, k, a),
         scale=a["scale"],
     )
-    start, interleaved = a["rope_start"], a["rope_interleaved"]
     dq, dk, dv = (x.transpose(1, 2).reshape(B, -1, K, R, x.shape[-1]) for x in made)
     dk, dv = (x.sum(3) if R > 1 else x[:, :, :, 0] for x in (dk, dv))
-    if a["cos_q"] is not None:
-        tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
-        dq = reference.unrotate(dq, *tables, start, interleaved)
-    if a["cos_k"] is not None:
-        tables = [t[:, :, None, :] for t in (a["cos_k"], a["sin_k"])]
-        dk = reference.unrotate(dk, *tables, start, interleaved)
+    dq, dk = reference.turned_back(dq, "q", a), reference.turned_back(dk, "k", a)
     empty = q.new_empty(0)
-    del D, S
     return tuple(x.contiguous() if n else empty for x, n in zip((dq, dk, dv), needs, strict=True))  # type: ignore[return-value]

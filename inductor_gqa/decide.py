@@ -1,6 +1,8 @@
-"""Whether a site that was read is replaced: what the kernels can do, and what pays on the device at hand.
+"""Whether a site that was read is replaced: what the kernels can do, and what pays on the device at
+hand.
 
-The table of what pays holds measured facts (device, date); a site that is not covered by it is left unless `always` is set.
+The table of what pays holds measured facts (device, date); a site that is not covered by it is left
+unless `always` is set.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ def unsupported(site: Site | Given) -> str | None:
     for name, dim in (("head dim", site.head_dim), ("value dim", site.value_dim)):
         if device.type == "cuda" and (dim > MAX_HEAD_DIM or dim % 8 or dim < 16):
             return f"{name} is {dim}, accepted multiples of 8 from 16 to {MAX_HEAD_DIM}"
-    if isinstance(site, Site) and site.scale_tensor is not None and site.scale_tensor.meta["val"].device.type != "cpu":
+    if (
+        isinstance(site, Site)
+        and site.scale_tensor is not None
+        and site.scale_tensor.meta["val"].device.type != "cpu"
+    ):
         return f"the scale is a tensor on {device.type}, accepted a number or a tensor on the CPU"
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -41,12 +47,14 @@ def unsupported(site: Site | Given) -> str | None:
 
 
 def unprofitable(site: Site | Given) -> str | None:
-    """Why fusing would not pay, or None; symbolic lengths are judged by the sizes that were seen first."""
+    """Why fusing would not pay, or None; symbolic lengths are judged by the sizes that were seen
+    first."""
     device = site.anchor.meta["val"].device.type
     scores = hint(product((site.query_length, site.key_length)))
     least = SMALLEST[device]
     if scores < least:
-        return f"scores per head are {scores}, accepted {least} or more on {device} (enable(always=True) fuses all)"
+        why = "enable(always=True) fuses all"
+        return f"scores per head are {scores}, accepted {least} or more on {device} ({why})"
     return None
 
 
@@ -61,6 +69,6 @@ def hint(size: Any) -> int:
     if env is None:
         return 1 << 30
     try:
-        return int(env.size_hint(size))
+        return int(env.size_hint(size))  # type: ignore[arg-type]
     except Exception:  # the name of the lookup is private and has moved between releases
         return 1 << 30

@@ -1,6 +1,8 @@
-"""Writes nodes into a graph: each with its true fake value and the metadata of the node it stands in for.
+"""Writes nodes into a graph: each with its true fake value and the metadata of the node it stands
+in for.
 
-`arrange` is the counterpart of reading: it turns a `View` into a tensor with the wanted axes, by the fewest view ops.
+`arrange` is the counterpart of reading: it turns a `View` into a tensor with the wanted axes, by
+the fewest view ops.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx.node import map_arg
 
 from .patterns.axes import (
     Digit,
@@ -65,7 +68,7 @@ class Emitter:
         return node
 
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
-        fake = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        fake = map_arg((args, kwargs), lambda n: n.meta["val"])
         if self.fake_mode is None:
             return target(*fake[0], **fake[1])
         with self.fake_mode:
@@ -104,7 +107,8 @@ class Emitter:
         raise Unread(f"no tensor has the size {symbol}")
 
     def arrange(self, view: View, groups: Sequence[Sequence[Digit]], expand: bool = False) -> Node:
-        """The view as a tensor with one dim for each group of axes; a dim that the view lacks has size 1, or is expanded."""
+        """The view as a tensor with one dim for each group of axes; a dim that the view lacks has
+        size 1, or is expanded."""
         node, flat = self._flat(view)
         wanted = [[a for d in group for a in atoms_of(d, [view.position])] for group in groups]
         flat, node = self._cut(node, flat, [a for group in wanted for a in group])
@@ -148,8 +152,9 @@ class Emitter:
         out: list[Digit] = []
         for digit in flat:
             parts = covered((Place((digit,)),), atoms)
-            # Most significant first: as many parts lie below it. (A list is empty while it is sorted, so not `ordered.sort`.)
-            ordered = sorted(parts, key=lambda a: -sum(_is_below(b, a) for b in parts))  # noqa: B023
+            # Most significant first: as many parts lie below it. (A list is empty while it is
+            # sorted, so not `ordered.sort`.)
+            ordered = sorted(parts, key=lambda a: -sum(_is_below(b, a) for b in parts))
             if not same(product(a.size for a in ordered), digit.size):
                 raise Unread(f"{node} varies along an axis that its role does not have")
             out += ordered

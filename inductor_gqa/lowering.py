@@ -1,8 +1,10 @@
-"""Lets Inductor launch our kernels itself: on CUDA, with static shapes, an op becomes its plan of Triton launches.
+"""Lets Inductor launch our kernels itself: on CUDA, with static shapes, an op becomes its plan of
+Triton launches.
 
-The generated code then has no Python op call in it, so that it has less to do per launch and can become a CUDA graph or, with the C++ wrapper,
-run without Python. The layouts are Inductor's own and known here, so nothing about strides is assumed. Everything else (other
-devices, symbolic sizes, whatever an Inductor of another release refuses) stays the call of the op, which computes the same.
+The generated code then has no Python op call in it, so that it has less to do per launch and can
+become a CUDA graph or, with the C++ wrapper, run without Python. The layouts are Inductor's own and
+known here, so nothing about strides is assumed. Everything else (other devices, symbolic sizes,
+whatever an Inductor of another release refuses) stays the call of the op, which computes the same.
 
 All private interfaces of Inductor's lowering that this package uses are used in this module.
 """
@@ -36,7 +38,9 @@ def install() -> None:
         return
     for op, planned in ((ops.attention, _forward), (ops.attention_backward, _backward)):
         opaque = fallback_handler(op)
-        register_lowering(op, type_promotion_kind=None)(functools.partial(_lowered, planned, opaque))
+        register_lowering(op, type_promotion_kind=None)(
+            functools.partial(_lowered, planned, opaque)
+        )
 
 
 def _lowered(planned: Callable[..., Any], opaque: Callable[..., Any], *args: Any) -> Any:
@@ -58,7 +62,9 @@ def _forward(*args: Any) -> list[Any]:
     return _launched(plan_forward(attention), tensors)
 
 
-def _backward(grad_out: Any, out: Any, lse: Any, nq: bool, nk: bool, nv: bool, *args: Any) -> list[Any]:
+def _backward(
+    grad_out: Any, out: Any, lse: Any, nq: bool, nk: bool, nv: bool, *args: Any
+) -> list[Any]:
     from .kernels.backward import plan_backward
     from .kernels.choice import is_gluon_backward
 
@@ -102,7 +108,8 @@ def _is_static(value: Any) -> bool:
 
 
 def _realized(value: Any, shape: tuple[Any, ...] | None) -> Any:
-    """The value in memory with a fixed layout, broadcast to the leading dims of `shape` by strides of 0."""
+    """The value in memory with a fixed layout, broadcast to the leading dims of `shape` by strides
+    of 0."""
     from torch._inductor import ir
     from torch._inductor.lowering import lowerings
 
@@ -159,7 +166,7 @@ def _launched(plan: Any, tensors: dict[str, Any]) -> list[Any]:
     return [slots[name] for name in plan.results]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _tuned(kernel: Any, num_warps: int, num_stages: int) -> Any:
     import triton
 
@@ -182,7 +189,11 @@ def _boxed(value: Any) -> Any:
 
     if isinstance(value, ir.TensorBox):
         return value
-    return ir.TensorBox(value) if isinstance(value, ir.StorageBox | ir.BaseView) else ir.TensorBox.create(value)
+    return (
+        ir.TensorBox(value)
+        if isinstance(value, ir.StorageBox | ir.BaseView)
+        else ir.TensorBox.create(value)
+    )
 
 
 def _viewed(value: Any, box: Any) -> Any:

@@ -1,11 +1,13 @@
-"""The ops that a fused site becomes: `inductor_gqa::attention`, `attention_weights`, `attention_backward`, `weights_backward`.
+"""The ops that a fused site becomes: `inductor_gqa::attention`, `attention_weights`,
+`attention_backward`, `weights_backward`.
 
-Functional, without aliasing, with fake implementations, so that the partitioner, activation checkpointing, dynamic shapes and CUDA
-graphs see ordinary nodes. Inputs are what the projections made, with whatever strides they have; the meaning is `reference.attention`.
+Functional, without aliasing, with fake implementations, so that the partitioner, activation
+checkpointing, dynamic shapes and CUDA graphs see ordinary nodes. Inputs are what the projections
+made, with whatever strides they have; the meaning is `reference.attention`.
 
     q_BLKRD, k_BSKD, v_BSKE     fp16, bf16, fp32 or fp64, one dtype
     cos_q, sin_q [B|1, L, W]    rotation tables, also cos_k, sin_k [B|1, S, W]; None: not rotated
-    bias, mask, keep            [B|1, K|1, R|1, L|1, S|1]; float, bool (True: visible), bool (dropout)
+    bias, mask, keep            [B|1, K|1, R|1, L|1, S|1]; float, bool (visible), bool (dropout)
     key_mask [B|1, S] bool, sink [K, R]
     scale_tensor                0-d, multiplies scale
     out_BLKRE, lse_BKRL         results; lse is base 2
@@ -21,7 +23,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, "
-    "Tensor? bias, Tensor? mask, Tensor? key_mask, Tensor? keep, Tensor? sink, Tensor? scale_tensor, "
+    "Tensor? bias, Tensor? mask, Tensor? key_mask, Tensor? keep, Tensor? sink, "
+    "Tensor? scale_tensor, "
     "float scale, float softcap, SymInt? band_lo, SymInt? band_hi, float fill, bool fill_adds, "
     "int rope_start, bool rope_interleaved, float keep_scale, str precision"
 )
@@ -29,16 +32,17 @@ NAMES = [part.split()[-1] for part in ARGUMENTS.split(", ")]
 _library = torch.library.Library("inductor_gqa", "DEF")
 _library.define(f"attention({ARGUMENTS}) -> (Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor grad_out, Tensor out, Tensor lse, bool needs_q, bool needs_k, bool needs_v, {ARGUMENTS})"
+    "attention_backward(Tensor grad_out, Tensor out, Tensor lse, "
+    f"bool needs_q, bool needs_k, bool needs_v, {ARGUMENTS})"
     " -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     f"attention_weights({ARGUMENTS}, ScalarType weights_dtype) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "weights_backward(Tensor grad_out, Tensor weights, Tensor q, Tensor k, Tensor v, Tensor? cos_q, "
-    "Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, float scale, int group, int rope_start, "
-    "bool rope_interleaved, str precision, bool needs_q, bool needs_k, bool needs_v) "
+    "weights_backward(Tensor grad_out, Tensor weights, Tensor q, Tensor k, Tensor v, "
+    "Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, float scale, int group, "
+    "int rope_start, bool rope_interleaved, str precision, bool needs_q, bool needs_k, bool needs_v) "
     "-> (Tensor, Tensor, Tensor)"
 )
 weights_backward = torch.ops.inductor_gqa.weights_backward.default
@@ -48,7 +52,8 @@ attention_backward = torch.ops.inductor_gqa.attention_backward.default
 
 
 def arguments(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """q, k, v, and the rest by name, with broadcast dims expanded (stride 0) and the scale a number."""
+    """q, k, v, and the rest by name, with broadcast dims expanded (stride 0) and the scale a
+    number."""
     q, k, v = args[:3]
     named = dict(zip(NAMES[3:], args[3:], strict=True))
     B, L, K, R, _ = q.shape
@@ -136,20 +141,22 @@ def _cuda_weights_backward(
     from .kernels.weights_backward import weights_backward as launch
 
     cos_q, sin_q, cos_k, sin_k, scale, group, start, interleaved, precision, *needs = rest
-    tables = {"cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k}
+    tables: dict[str, Any] = {"cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k}
     B = q.shape[0]
+    for name, table in tables.items():
+        tables[name] = None if table is None else table.expand(B, -1, -1)
     return launch(
         grad_out,
         weights,
         q,
         k,
         v,
-        **{name: None if t is None else t.expand(B, -1, -1) for name, t in tables.items()},
+        **tables,
         scale=scale,
         group=group,
         rope_start=start,
         rope_interleaved=interleaved,
-        needs=tuple(needs),
+        needs=(needs[0], needs[1], needs[2]),
         precision=precision,
     )
 
@@ -207,7 +214,9 @@ def _fake_weights_backward(
 
 
 @register_flop_formula(torch.ops.inductor_gqa.weights_backward)
-def _flops_weights(g: Any, p: Any, q_shape: Any, k_shape: Any, v_shape: Any, *a: Any, **kw: Any) -> int:
+def _flops_weights(
+    g: Any, p: Any, q_shape: Any, k_shape: Any, v_shape: Any, *a: Any, **kw: Any
+) -> int:
     """Four matmuls over all scores: dP, dV, dQ, dK."""
     B, L, H, D = q_shape
     return 4 * B * H * L * k_shape[1] * (D + v_shape[-1])

@@ -1,7 +1,8 @@
 """The pass that Inductor runs on every graph: read all attentions, decide, replace.
 
-One site is all or nothing: its forward and the backward that the graph holds are read before anything is changed. What cannot be
-read is left exactly as it was, with its reason in the report; no error leaves the pass outside strict mode.
+One site is all or nothing: its forward and the backward that the graph holds are read before
+anything is changed. What cannot be read is left exactly as it was, with its reason in the report;
+no error leaves the pass outside strict mode.
 """
 
 from __future__ import annotations
@@ -34,19 +35,22 @@ log = logging.getLogger("inductor_gqa")
 
 
 class NotFused(RuntimeError):
-    """Raised in strict mode: at least one attention was left. The message lists each with its reason."""
+    """Raised in strict mode: at least one attention was left. The message lists each with its
+    reason."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """always: fuse whatever can be read, whether or not it pays. strict: raise `NotFused` if a site is left."""
+    """always: fuse whatever can be read, whether or not it pays. strict: raise `NotFused` if a site
+    is left."""
 
     always: bool = False
     strict: bool = False
 
 
 def matmul_precision() -> str:
-    """How fp32 matmuls are computed: "ieee" or "tf32", as PyTorch's settings say at compile time."""
+    """How fp32 matmuls are computed: "ieee" or "tf32", as PyTorch's settings say at compile
+    time."""
     setting = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
     if setting in ("ieee", "tf32"):
         return setting
@@ -55,7 +59,8 @@ def matmul_precision() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of all sources of the package: readers, rewrite, ops and kernels. Cached graphs are valid for one digest."""
+    """A digest of all sources of the package: readers, rewrite, ops and kernels. Cached graphs are
+    valid for one digest."""
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parent
     for folder in (root, (root / "patterns").resolve()):
@@ -72,7 +77,8 @@ def _hardware() -> tuple[Any, ...]:
 
 
 def read(softmax: Softmax, values: ValueNumbers) -> Site:
-    """The site with its rotations inside if that can be read in whole, else without; raises Unread."""
+    """The site with its rotations inside if that can be read in whole, else without; raises
+    Unread."""
     try:
         return _read(softmax, values, rotate=True)
     except Unread:
@@ -128,11 +134,14 @@ class AttentionPass(CustomGraphPass):
             raise NotFused("\n".join(str(record) for record in left))
 
 
-Anchor = Softmax | torch.fx.Node  # a softmax, or the row sum of a softmax's gradient that stands alone
+Anchor = (
+    Softmax | torch.fx.Node
+)  # a softmax, or the row sum of a softmax's gradient that stands alone
 
 
 def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
-    """Replaces every attention of the graph that is read, supported and worth it; returns the records of the others."""
+    """Replaces every attention of the graph that is read, supported and worth it; returns the
+    records of the others."""
     found: list[Anchor] = _guarded(lambda: softmaxes(graph), "searching the graph") or []
     sums: list[torch.fx.Node] = _guarded(lambda: row_sums(graph), "searching the graph") or []
     if not found and not sums:
@@ -147,7 +156,8 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     for anchor, site, reason, seconds in plans:
         start = time.perf_counter()
         if site is not None and _tensors(site) & replaced:
-            # It reads what an earlier site has replaced, as where one attention's output is the next one's values.
+            # It reads what an earlier site has replaced, as where one attention's output is the
+            # next one's values.
             site, reason, _ = _timed(anchor, ValueNumbers(graph), settings)
         if site is not None and reason is None:
             try:
@@ -189,7 +199,9 @@ def _considered(
         site = read(anchor, values) if isinstance(anchor, Softmax) else _given(anchor, values)
     except Unread as why:
         return None, str(why)
-    except Exception as why:  # a reader must never break a user's compile; the record says what happened
+    except (
+        Exception
+    ) as why:  # a reader must never break a user's compile; the record says what happened
         log.warning("reading an attention failed, it is left as it is", exc_info=True)
         return None, f"internal error while reading: {why!r}"
     reason = decide.unsupported(site)
@@ -214,7 +226,9 @@ def _record(
     seconds: float,
 ) -> report.Record | None:
     if site is None and not (isinstance(anchor, Softmax) and _feeds_matmul(anchor)):
-        return None  # a softmax that is no attention (a classifier, a router), or a row sum of something else
+        return (
+            None  # no attention: a classifier's or a router's softmax, a row sum of something else
+        )
     training = any("tangents" in n.name for n in graph.nodes if n.op == "placeholder")
     summary = ""
     if site is not None:

@@ -1,7 +1,8 @@
-"""What a site means, in plain PyTorch: the one definition that kernels, CPU code, tests and checks are held against.
+"""What a site means, in plain PyTorch: the one definition that kernels, CPU code, tests and checks
+are held against.
 
-Letters: B batch, K key/value heads, R query heads a key/value head, L query length, S key length, D and E head dims of
-keys and of values, W rotated width.
+Letters: B batch, K key/value heads, R query heads a key/value head, L query length, S key length, D
+and E head dims of keys and of values, W rotated width.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ ABSORBING = -1e30  # a fill at or below this swallows every score it is added to
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
-    """Rotary embedding of the lanes start .. start+W of the last dim; cos and sin broadcast to those lanes.
+    """Rotary embedding of the lanes start .. start+W of the last dim; cos and sin broadcast to
+    those lanes.
 
     Computed in the wider of the dtypes (at least fp32), rounded once to x's.
     """
@@ -47,6 +49,29 @@ def unrotate(g: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool)
     return torch.cat((g[..., :start], turned, g[..., start + width :]), -1)
 
 
+def _beside(table: Tensor, x: Tensor) -> Tensor:
+    """[B, N, W] as it broadcasts to x = [B, N, heads..., D]."""
+    return table[(slice(None), slice(None), *[None] * (x.dim() - 3))]
+
+
+def turned(x: Tensor, which: str, a: dict[str, Any]) -> Tensor:
+    """x = [B, N, heads..., D] rotated by the tables of "q" or "k", if there are any."""
+    cos, sin = a[f"cos_{which}"], a[f"sin_{which}"]
+    if cos is None:
+        return x
+    tables = _beside(cos, x), _beside(sin, x)
+    return rotate(x, tables[0], tables[1], a["rope_start"], a["rope_interleaved"])
+
+
+def turned_back(g: Tensor, which: str, a: dict[str, Any]) -> Tensor:
+    """The adjoint of `turned`."""
+    cos, sin = a[f"cos_{which}"], a[f"sin_{which}"]
+    if cos is None:
+        return g
+    tables = _beside(cos, g), _beside(sin, g)
+    return unrotate(g, tables[0], tables[1], a["rope_start"], a["rope_interleaved"])
+
+
 def hidden_BKRLS(
     L: int,
     S: int,
@@ -56,7 +81,8 @@ def hidden_BKRLS(
     mask: Tensor | None,
     device: torch.device,
 ) -> Tensor | None:
-    """True where a score is hidden, in a shape that broadcasts to [B, K, R, L, S]; None where nothing is."""
+    """True where a score is hidden, in a shape that broadcasts to [B, K, R, L, S]; None where
+    nothing is."""
     hidden: Tensor | None = None
     if band_lo is not None or band_hi is not None:
         distance = torch.arange(S, device=device)[None, :] - torch.arange(L, device=device)[:, None]
@@ -77,12 +103,7 @@ def _scores(
     q: Tensor, k: Tensor, a: dict[str, Any], wide: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(scores as the softmax sees them, derivative of the softcap or None, hidden or None)."""
-    if a["cos_q"] is not None:
-        tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
-        q = rotate(q, *tables, a["rope_start"], a["rope_interleaved"])
-    if a["cos_k"] is not None:
-        tables = [t[:, :, None, :] for t in (a["cos_k"], a["sin_k"])]
-        k = rotate(k, *tables, a["rope_start"], a["rope_interleaved"])
+    q, k = turned(q, "q", a), turned(k, "k", a)
     s = torch.einsum("blkrd,bskd->bkrls", q.to(wide), k.to(wide)) * a["scale"]
     slope = None
     if a["softcap"] > 0:
@@ -96,7 +117,8 @@ def _scores(
         if a["fill_adds"] and a["fill"] > ABSORBING:
             s = torch.where(hidden, s + a["fill"], s)
         else:
-            # One value for all hidden scores: -inf drops them, an absorbing one leaves a row without a visible key uniform.
+            # One value for all hidden scores: -inf drops them, an absorbing one leaves a row
+            # without a visible key uniform.
             s = s.masked_fill(
                 hidden,
                 max(a["fill"], torch.finfo(wide).min) if a["fill"] > -math.inf else -math.inf,
@@ -107,7 +129,8 @@ def _scores(
 def _weights(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """(softmax over the keys, log2 of its denominator).
 
-    The softmax is not made from the denominator: where all scores are finfo.min, adding a logarithm to them changes nothing.
+    The softmax is not made from the denominator: where all scores are finfo.min, adding a logarithm
+    to them changes nothing.
     """
     if sink is None:
         return torch.softmax(s, -1), torch.logsumexp(s, -1) * LOG2E
@@ -118,7 +141,8 @@ def _weights(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(out_BLKRE in v's dtype, lse_BKRL base 2). `a` holds the other arguments of the op by name (ops.py)."""
+    """(out_BLKRE in v's dtype, lse_BKRL base 2). `a` holds the other arguments of the op by name
+    (ops.py)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     s, _, _ = _scores(q, k, a, wide)
     p, lse = _weights(s, a["sink"])
@@ -146,7 +170,8 @@ def attention_weights(
 def attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, a: dict[str, Any], needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v (before rotation), an empty tensor for what is not needed. Recomputes the weights."""
+    """Gradients of q, k and v (before rotation), an empty tensor for what is not needed. Recomputes
+    the weights."""
     wide = torch.promote_types(q.dtype, torch.float32)
     s, slope, hidden = _scores(q, k, a, wide)
     p, _ = _weights(s, a["sink"])
@@ -160,30 +185,13 @@ def attention_backward(
     if hidden is not None and not a["fill_adds"]:
         ds = ds.masked_fill(hidden, 0.0)
     ds = ds * a["scale"] if slope is None else ds * slope * a["scale"]
-    start, interleaved = a["rope_start"], a["rope_interleaved"]
     dq, dk = q.new_empty(0), k.new_empty(0)
     if needs[0]:
-        turned = k
-        if a["cos_k"] is not None:
-            turned = rotate(
-                k, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved
-            )
-        wide_dq = torch.einsum("bkrls,bskd->blkrd", ds, turned.to(wide))
-        if a["cos_q"] is not None:
-            tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
-            wide_dq = unrotate(wide_dq, *tables, start, interleaved)
-        dq = wide_dq.to(q.dtype).contiguous()
+        wide_dq = torch.einsum("bkrls,bskd->blkrd", ds, turned(k, "k", a).to(wide))
+        dq = turned_back(wide_dq, "q", a).to(q.dtype).contiguous()
     if needs[1]:
-        turned = q
-        if a["cos_q"] is not None:
-            tables = [t[:, :, None, None, :] for t in (a["cos_q"], a["sin_q"])]
-            turned = rotate(q, *tables, start, interleaved)
-        wide_dk = torch.einsum("bkrls,blkrd->bskd", ds, turned.to(wide))
-        if a["cos_k"] is not None:
-            wide_dk = unrotate(
-                wide_dk, a["cos_k"][:, :, None, :], a["sin_k"][:, :, None, :], start, interleaved
-            )
-        dk = wide_dk.to(k.dtype).contiguous()
+        wide_dk = torch.einsum("bkrls,blkrd->bskd", ds, turned(q, "q", a).to(wide))
+        dk = turned_back(wide_dk, "k", a).to(k.dtype).contiguous()
     return dq, dk, dv.contiguous()
 
 
@@ -203,8 +211,9 @@ def weights_backward(
     interleaved: bool,
     *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward from given weights_BHLS: q_BLHD, k_BSHD, v_BSHE have all H heads, the gradients of k and v are summed
-    over groups of `group` heads; then the adjoint of the rotation that cos and sin describe."""
+    """Backward from given weights_BHLS: q_BLHD, k_BSHD, v_BSHE have all H heads, the gradients of k
+    and v are summed over groups of `group` heads; then the adjoint of the rotation that cos and sin
+    describe."""
     wide = torch.promote_types(q.dtype, torch.float32)
     g, p = grad_out.to(wide), weights.to(wide)
     dp = torch.einsum("blhe,bshe->bhls", g, v.to(wide))

@@ -1,4 +1,5 @@
-"""What happened to each attention: fused or left, as what, and why. Prints as a table; the log shows the same records."""
+"""What happened to each attention: fused or left, as what, and why. Prints as a table; the log
+shows the same records."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Replaces a site by our ops. Everything that can fail fails in `Plan.check` or `write`'s views; see passes.py for the order.
+"""Replaces a site by our ops. Everything that can fail fails in `Plan.check` or `write`'s views;
+see passes.py for the order.
 
-The forward op stands where the product of weights and values stood, the backward op where the first gradient matmul stood. Old
-nodes are not erased: they die with their last user, which `leftover` makes sure of beforehand.
+The forward op stands where the product of weights and values stood, the backward op where the first
+gradient matmul stood. Old nodes are not erased: they die with their last user, which `leftover`
+makes sure of beforehand.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ Groups = tuple[tuple[Digit, ...], ...]
 
 
 def leftover(site: Site, softmax: Node) -> Node | None:
-    """A node that would keep the softmax alive although the site is replaced; None where nothing does."""
+    """A node that would keep the softmax alive although the site is replaced; None where nothing
+    does."""
     return survivor(softmax, *(target.node for target in _targets(site)))
 
 
 def survivor(node: Node, *replaced: Node) -> Node | None:
-    """A node that needs `node` by a way that does not pass through one of `replaced`; None where there is none."""
+    """A node that needs `node` by a way that does not pass through one of `replaced`; None where
+    there is none."""
     todo, seen = [node], {*replaced}
     while todo:
         reached = todo.pop()
@@ -83,7 +87,8 @@ class Axes:
 
 
 def write(site: Site, precision: str) -> set[Node]:
-    """Inserts the ops and hands their results to the users of what they replace; returns what was replaced."""
+    """Inserts the ops and hands their results to the users of what they replace; returns what was
+    replaced."""
     axes = Axes(site)
     forward_point = first(target.node for target in site.outputs)
     product = _matmul_before(forward_point)
@@ -95,7 +100,8 @@ def write(site: Site, precision: str) -> set[Node]:
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         made = emit.call(ops.attention_weights, *arguments, dtype)
         weights = emit.call(operator.getitem, made, 1)
-        # At the product, not at the targets, which may stand before it: the pass sorts the graph afterwards.
+        # At the product, not at the targets, which may stand before it: the pass sorts the graph
+        # afterwards.
         replacements += results(site.weights, weights, axes.scores, product, product)
     else:
         made = emit.call(ops.attention, *arguments)

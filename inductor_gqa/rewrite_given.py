@@ -1,4 +1,5 @@
-"""Replaces a backward from given weights (patterns/given.py) by `inductor_gqa::weights_backward`."""
+"""Replaces a backward from given weights (patterns/given.py) by
+`inductor_gqa::weights_backward`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""An attention site: what a reader found, in the letters of the project, without a word about how it was spelled.
+"""An attention site: what a reader found, in the letters of the project, without a word about how
+it was spelled.
 
-The meaning of a site is `reference.attention`; readers (patterns/) make sites, the rewrite (rewrite.py) replaces them.
-Axes of a site are named: the batch dims of the softmax "0", "1", ..., the query position "i", the key position "j", the
-head dim of q and k "d", the head dim of v "e".
+The meaning of a site is `reference.attention`; readers (patterns/) make sites, the rewrite
+(rewrite.py) replaces them. Axes of a site are named: the batch dims of the softmax "0", "1", ...,
+the query position "i", the key position "j", the head dim of q and k "d", the head dim of v "e".
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ Node = torch.fx.Node
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of the graph, seen along the site's axes: element at `position` of `node` (patterns/axes.py)."""
+    """A tensor of the graph, seen along the site's axes: element at `position` of `node`
+    (patterns/axes.py)."""
 
     node: Node
     position: tuple[Any, ...]
@@ -31,8 +33,9 @@ class View:
 class Table:
     """cos or sin of a rotation; its columns are axis "w".
 
-    spread: each lane has its own column ("once") or its partner's ("swapped" halves, "crossed" neighbours), or a column
-    serves the same lane of both halves ("halves") or the two lanes of a pair ("pairs").
+    spread: each lane has its own column ("once") or its partner's ("swapped" halves, "crossed"
+    neighbours), or a column serves the same lane of both halves ("halves") or the two lanes of a
+    pair ("pairs").
     """
 
     view: View
@@ -56,10 +59,12 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Mask:
-    """What hides a score. A key j is visible to query i if band_lo <= j - i <= band_hi and all tensors say so.
+    """What hides a score. A key j is visible to query i if band_lo <= j - i <= band_hi and all
+    tensors say so.
 
-    keys: booleans over batch and key. tensors: booleans over anything; each with its sign (False: negated).
-    bias: float tensors that are added. fill: what a hidden score becomes (`fill_adds`: what is added to it).
+    keys: booleans over batch and key. tensors: booleans over anything; each with its sign (False:
+    negated). bias: float tensors that are added. fill: what a hidden score becomes (`fill_adds`:
+    what is added to it).
     """
 
     band_lo: Any = None
@@ -87,7 +92,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The backward that the graph holds: where dO is, and which nodes are gradients of q, k and v as the site sees them."""
+    """The backward that the graph holds: where dO is, and which nodes are gradients of q, k and v
+    as the site sees them."""
 
     grad_out: View
     q: tuple[Target, ...] = ()
@@ -98,7 +104,8 @@ class Gradients:
 
 @dataclass
 class Site:
-    """One attention. Sizes are ints or sympy expressions; groups are the site's axes that make up B, K and R."""
+    """One attention. Sizes are ints or sympy expressions; groups are the site's axes that make up
+    B, K and R."""
 
     anchor: Node
     q: View

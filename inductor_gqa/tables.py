@@ -1,4 +1,5 @@
-"""Writes the rotation tables of a site as the ops want them: [batch or 1, length, width], a column for each turned lane."""
+"""Writes the rotation tables of a site as the ops want them: [batch or 1, length, width], a column
+for each turned lane."""
 
 from __future__ import annotations
 
@@ -44,16 +45,16 @@ def _signed(node: Node, sign: float, emit: Emitter) -> Node:
     return node if sign > 0 else emit.call(aten.neg.default, node)
 
 
-def _written(
-    table: Table, spread: str, width: int, batch: Axes, row: Axes, emit: Emitter
-) -> Node:
+def _written(table: Table, spread: str, width: int, batch: Axes, row: Axes, emit: Emitter) -> Node:
     columns = width // 2 if table.spread in ("halves", "pairs") else width
     node = emit.arrange(table.view, (batch, row, (Digit("w", 1, columns),)))
     half = width // 2
     if spread == "halves":
         return emit.call(aten.cat.default, [node, node], -1)
     if spread == "swapped":
-        parts = [emit.call(aten.slice.Tensor, node, -1, *ends) for ends in ((half, width), (0, half))]
+        parts = [
+            emit.call(aten.slice.Tensor, node, -1, *ends) for ends in ((half, width), (0, half))
+        ]
         return emit.call(aten.cat.default, parts, -1)
     if spread == "once":
         return node

@@ -1,7 +1,9 @@
-"""Finds softmaxes, the one idiom that no spelling of attention avoids, with Inductor's pattern matcher.
+"""Finds softmaxes, the one idiom that no spelling of attention avoids, with Inductor's pattern
+matcher.
 
-Only the matcher's small stable core is used, and only here: `PatternMatcherPass`, `register_graph_pattern`,
-`CallFunction`, `Arg`, `MULTIPLE`. An anchor says where to look; what is computed there the readers find out.
+Only the matcher's small stable core is used, and only here: `PatternMatcherPass`,
+`register_graph_pattern`, `CallFunction`, `Arg`, `MULTIPLE`. An anchor says where to look; what is
+computed there the readers find out.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Softmax:
 
 
 def _softmax_pattern() -> CallFunction:
-    """exp(x - y) / sum(exp(x - y)), the shape of every decomposed softmax; what y is gets checked afterwards."""
+    """exp(x - y) / sum(exp(x - y)), the shape of every decomposed softmax; what y is gets checked
+    afterwards."""
     shifted = CallFunction(aten.sub.Tensor, Arg(), Arg(), _users=MULTIPLE)
     exponentials = CallFunction(aten.exp.default, shifted, _users=MULTIPLE)
     total = CallFunction(aten.sum.dim_IntList, exponentials, Arg(), Arg(), _users=MULTIPLE)
@@ -58,7 +61,8 @@ def softmaxes(graph: torch.fx.Graph) -> list[Softmax]:
 
 
 def row_sums(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Every sum of a product over the last dim that keeps it, as in the gradient of a softmax; in graph order."""
+    """Every sum of a product over the last dim that keeps it, as in the gradient of a softmax; in
+    graph order."""
     found: list[torch.fx.Node] = []
     anchors = PatternMatcherPass(pass_name="inductor_gqa_row_sums")
     product = CallFunction(aten.mul.Tensor, Arg(), Arg(), _users=MULTIPLE)
@@ -78,7 +82,8 @@ def row_sums(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 def _checked(weights: torch.fx.Node) -> Softmax | None:
     exponentials, total = weights.args
-    assert isinstance(exponentials, torch.fx.Node) and isinstance(total, torch.fx.Node)
+    assert isinstance(exponentials, torch.fx.Node)
+    assert isinstance(total, torch.fx.Node)
     scores, shift = exponentials.args[0].args  # type: ignore[union-attr]
     dims, keeps = total.args[1], total.args[2] if len(total.args) > 2 else False
     if not isinstance(scores, torch.fx.Node) or not keeps or len(dims) != 1:  # type: ignore[arg-type]
@@ -91,7 +96,8 @@ def _checked(weights: torch.fx.Node) -> Softmax | None:
 
 
 def _is_constant_along(shift: Any, scores: torch.fx.Node, dim: int) -> bool:
-    """Subtracting anything that does not vary along the softmax leaves it as it is; the maximum is the usual choice.
+    """Subtracting anything that does not vary along the softmax leaves it as it is; the maximum is
+    the usual choice.
 
     Only the maximum is accepted: with another shift, eager may overflow where we would not.
     """

@@ -1,6 +1,8 @@
-"""Reads one attention, from its softmax outwards: weights times values, scores, operands, mask, rotation.
+"""Reads one attention, from its softmax outwards: weights times values, scores, operands, mask,
+rotation.
 
-`read_site` answers with a `Site` (inductor_gqa/site.py) or raises `Unread` with what stood in the way. Nothing is changed here.
+`read_site` answers with a `Site` (inductor_gqa/site.py) or raises `Unread` with what stood in the
+way. Nothing is changed here.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Forward:
 
     site: Site
     canonical: Position  # of the weights that are multiplied with the values
-    softmax: View  # the same element in the softmax's own result, which may have a sink column beside
+    softmax: (
+        View  # the same element in the softmax's own result, which may have a sink column beside
+    )
     product: Node  # weights times values
     scores: scores.Scores
     q: Operand
@@ -115,7 +119,8 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
 
 
 def without_sink(weights: Node) -> tuple[Node, Size]:
-    """(the weights of the keys alone, their first column): a slice that drops one column, where there is one."""
+    """(the weights of the keys alone, their first column): a slice that drops one column, where
+    there is one."""
     n = shape_of(weights)[-1]
     for moved, user in operands.moved_users(weights, ()):
         if user.target is aten.slice.Tensor and user.args[0] is moved:
@@ -144,7 +149,8 @@ def canonical_position(shape: tuple[Size, ...]) -> Position:
 
 
 def values_matmul(weights: Node, canonical: Position, values: ValueNumbers) -> Node:
-    """The one matmul that sums weights times values over the keys; other users of the weights are checked elsewhere."""
+    """The one matmul that sums weights times values over the keys; other users of the weights are
+    checked elsewhere."""
     found: dict[Node, None] = {}
     for moved, user in operands.moved_users(weights, canonical):
         if user.op != "call_function" or user.target not in operands.MATMULS:
@@ -198,7 +204,8 @@ def _rotated(
     tuple[Rotation | None, Rotation | None],
     tuple[rotation.Lanes | None, rotation.Lanes | None],
 ]:
-    """q and k behind their rotations where both read, in one order of lanes; else as the matmul has them."""
+    """q and k behind their rotations where both read, in one order of lanes; else as the matmul has
+    them."""
     plain = (operands.view(q.node, q.position), operands.view(k.node, k.position))
     if not rotate:
         return *plain, (None, None), (None, None)
@@ -270,8 +277,8 @@ def grouped(
 ) -> tuple[tuple[Digit, ...], tuple[Digit, ...], tuple[Digit, ...]]:
     """The batch axes of the weights cut into batch, key/value heads and group.
 
-    What neither k nor v has is the group; of the rest the last is the key/value head, unless key padding or a rotation
-    table varies along it.
+    What neither k nor v has is the group; of the rest the last is the key/value head, unless key
+    padding or a rotation table varies along it.
     """
     atoms: list[Digit] = []
     for place in batch_places:
@@ -300,7 +307,8 @@ def grouped(
 
 
 def arrangements(start: Node, position: Position, values: ValueNumbers) -> tuple[Target, ...]:
-    """The last rearrangements of `start` before something is computed from them, with the site's axes in their dims."""
+    """The last rearrangements of `start` before something is computed from them, with the site's
+    axes in their dims."""
     ends: dict[Node, None] = {}
     for moved, _user in operands.moved_users(start, position, casts=True):
         ends[moved] = None

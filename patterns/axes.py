@@ -1,10 +1,11 @@
 """Which element of a tensor is meant: positions written in named axes.
 
-A position is one `Place` per tensor dim. A place is a row-major product of *digits*: `Digit(axis, stride, size)` is
-`(axis // stride) % size` of a named axis, `Fixed(values, size)` is a known number, one for each lane that is read at
-the same time. A view cuts and joins digits, a permute reorders places, an expand forgets them; so every spelling of one
-rearrangement ends in the same places. Sizes are ints or sympy expressions and are compared as the shape environment
-knows them, never by a guess at their values.
+A position is one `Place` per tensor dim. A place is a row-major product of *digits*: `Digit(axis,
+stride, size)` is `(axis // stride) % size` of a named axis, `Fixed(values, size)` is a known
+number, one for each lane that is read at the same time. A view cuts and joins digits, a permute
+reorders places, an expand forgets them; so every spelling of one rearrangement ends in the same
+places. Sizes are ints or sympy expressions and are compared as the shape environment knows them,
+never by a guess at their values.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Place:
     offset: Size = 0
 
     def __post_init__(self) -> None:
-        # Positions are keys of every memo of the readers; hashing long lanes again and again is what reading would spend
-        # its time on.
+        # Positions are keys of every memo of the readers; hashing long lanes again and again is
+        # what reading would spend its time on.
         object.__setattr__(self, "_hash", hash((self.digits, self.offset)))
 
     def __hash__(self) -> int:
@@ -146,7 +147,8 @@ def cut(digit: Digit | Fixed, low: Size) -> tuple[Digit | Fixed, Digit | Fixed]:
 def regroup(
     digits: Sequence[Digit | Fixed], shape: Sequence[Size]
 ) -> list[tuple[Digit | Fixed, ...]]:
-    """Row-major digits dealt out to dims of the given sizes, cutting a digit where a dim ends inside it."""
+    """Row-major digits dealt out to dims of the given sizes, cutting a digit where a dim ends
+    inside it."""
     flat = list(digits)
     out: list[tuple[Digit | Fixed, ...]] = []
     for n in shape:
@@ -179,7 +181,8 @@ def regroup(
 def reshaped(position: Position, shape: Sequence[Size], target: Sequence[Size]) -> Position:
     """The same element's position after a view from `shape` to `target`.
 
-    Dims that the view does not touch keep their place as it is, offset included; the others must be whole.
+    Dims that the view does not touch keep their place as it is, offset included; the others must be
+    whole.
     """
     out: list[Place] = []
     i = j = 0
@@ -221,7 +224,8 @@ def _is_whole(place: Place, size: Size) -> bool:
 
 
 def _merged(dims: list[tuple[Place, Size]]) -> Place:
-    """Many dims viewed as one; a slice or a selected index is possible in the most significant of them."""
+    """Many dims viewed as one; a slice or a selected index is possible in the most significant of
+    them."""
     if any(isinstance(d, Fixed) for place, _ in dims for d in place.digits) and all(
         place.is_fixed and isinstance(n, int) and isinstance(place.offset, int) for place, n in dims
     ):
@@ -237,9 +241,7 @@ def _merged(dims: list[tuple[Place, Size]]) -> Place:
 
 def _merged_lanes(dims: list[tuple[Place, Size]]) -> Place:
     """As `_merged` where all positions are numbers: lanes beside selected indices."""
-    count = next(
-        len(d.values) for place, _ in dims for d in place.digits if isinstance(d, Fixed)
-    )
+    count = next(len(d.values) for place, _ in dims for d in place.digits if isinstance(d, Fixed))
     values, extent = [0] * count, 1
     for place, n in dims:
         lanes = place.lanes(count)
@@ -279,7 +281,8 @@ def atoms_of(digit: Digit, positions: list[Position]) -> list[Digit]:
         if low is None or same(low, 1) or same(low, rest.size) or quotient(rest.size, low) is None:
             continue
         high, part = cut(rest, low)
-        assert isinstance(high, Digit) and isinstance(part, Digit)
+        assert isinstance(high, Digit)
+        assert isinstance(part, Digit)
         out.insert(0, part)
         rest = high
     out.insert(0, rest)
@@ -313,7 +316,8 @@ def _by_size(n: Size) -> tuple[bool, int, str]:
 class Renaming:
     """Digits of one set of axes written in another, learned from a tensor that is known in both.
 
-    `learn(seen, canonical)` takes two positions of one element; `apply` rewrites any other position.
+    `learn(seen, canonical)` takes two positions of one element; `apply` rewrites any other
+    position.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,11 @@
 """Reads what an element of a tensor is, by following its position back through the graph.
 
-`Elements.at(node, position)` answers with `Terms` (terms.py). Ops that only move elements change the position; sums,
-differences and products combine terms; whatever is not known here ends the reading at an atom, which is always sound:
-the atom *is* that element. Nothing is matched as a template, so a spelling nobody thought of reads like the others as
-long as its ops are known. Lanes of the head dim are followed many at a time; where they part (at a `cat`), `Split` says
-how, and `by_lane` follows the parts.
+`Elements.at(node, position)` answers with `Terms` (terms.py). Ops that only move elements change
+the position; sums, differences and products combine terms; whatever is not known here ends the
+reading at an atom, which is always sound: the atom *is* that element. Nothing is matched as a
+template, so a spelling nobody thought of reads like the others as long as its ops are known. Lanes
+of the head dim are followed many at a time; where they part (at a `cat`), `Split` says how, and
+`by_lane` follows the parts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch._inductor.inductor_prims  # registers prims.fma
+import torch._inductor.inductor_prims  # pyright: ignore[reportUnusedImport] # registers prims.fma
 
 from . import terms
 from .axes import (
@@ -39,7 +40,8 @@ Node = torch.fx.Node
 
 
 class Split(Exception):
-    """The lanes read together belong to different operands: `parts` are lane numbers that stay together."""
+    """The lanes read together belong to different operands: `parts` are lane numbers that stay
+    together."""
 
     def __init__(self, parts: list[tuple[int, ...]]) -> None:
         super().__init__(f"{len(parts)} groups of lanes")
@@ -58,14 +60,17 @@ SQUEEZES = {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
 
 
 def step(node: Node, position: Position, casts: bool = True) -> tuple[Node, Position] | None:
-    """One op back, for ops whose every element is one element of their first operand; None for any other op."""
+    """One op back, for ops whose every element is one element of their first operand; None for any
+    other op."""
     op, args = node.target, node.args
     if op in COPIES or (casts and op is prims.convert_element_type.default and _keeps_float(node)):
         return args[0], position  # type: ignore[return-value]
     if not args or not isinstance(args[0], Node) or "val" not in args[0].meta:
         return None
     source: Node = args[0]
-    if op is aten.copy.default:  # what an in-place op leaves: the copied tensor, as far as it is of the same shape
+    if (
+        op is aten.copy.default
+    ):  # what an in-place op leaves: the copied tensor, as far as it is of the same shape
         copied = args[1]
         if not isinstance(copied, Node) or shape_of(copied) != shape_of(node):
             return None
@@ -194,9 +199,8 @@ def _step_slice(
         start = shape[dim] + start
     if isinstance(start, int) and isinstance(shape[dim], int):
         start = min(max(start, 0), shape[dim])
-    elif not same(start, 0):
-        if not _is_within(start, shape[dim], shape_of(node)[dim]):
-            return None
+    elif not same(start, 0) and not _is_within(start, shape[dim], shape_of(node)[dim]):
+        return None
     try:
         return source, _moved(position, dim, start, args[4], shape[dim])
     except Unread:
@@ -204,7 +208,8 @@ def _step_slice(
 
 
 def _is_within(start: Size, size: Size, length: Size) -> bool:
-    """A symbolic start is taken as written only where start + length is the whole size: then nothing was clamped."""
+    """A symbolic start is taken as written only where start + length is the whole size: then
+    nothing was clamped."""
     return same(start + length, size)
 
 
@@ -253,9 +258,10 @@ def _step_repeat(
 class Elements:
     """Reads elements of one graph; see the module's text.
 
-    stops: nodes that are always atoms. row_axis: the axis of a rotation's position, which a coefficient table must
-    have; None where it is not known yet. algebra: read products of two tensors as products (scores and gradients)
-    instead of as data times table (rotations). softmax: weights that sum to one over their last dim.
+    stops: nodes that are always atoms. row_axis: the axis of a rotation's position, which a
+    coefficient table must have; None where it is not known yet. algebra: read products of two
+    tensors as products (scores and gradients) instead of as data times table (rotations). softmax:
+    weights that sum to one over their last dim.
     """
 
     def __init__(
@@ -294,7 +300,8 @@ class Elements:
         return self.load(node, position) if found is None else found
 
     def operand(self, node: Node, value: Any, position: Position) -> Terms | None:
-        """Terms of an operand of a pointwise op, after broadcasting; None if it is not a float tensor or a number."""
+        """Terms of an operand of a pointwise op, after broadcasting; None if it is not a float
+        tensor or a number."""
         if isinstance(value, int | float):
             return terms.number(value)
         if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
@@ -310,7 +317,8 @@ class Elements:
         return atom.position[-1] == whole(axis, shape_of(self.softmax)[-1])
 
     def table(self, node: Node, position: Position) -> Terms:
-        """An element of a coefficient table: only moved, never computed with, so that it keeps its dtype."""
+        """An element of a coefficient table: only moved, never computed with, so that it keeps its
+        dtype."""
         while (back := step(node, position, casts=False)) is not None:
             node, position = back
         return terms.one(Atom("table", self.values.first(node), position))
@@ -346,7 +354,8 @@ def _is_table(
 ) -> bool:
     """A table varies with the position and the lane, and is shared by the heads.
 
-    Where there is only one head and one batch entry the axes cannot tell; then what comes from no matmul is the table.
+    Where there is only one head and one batch entry the axes cannot tell; then what comes from no
+    matmul is the table.
     """
     axes, all_axes = axes_in(position), axes_in(beside)
     if not axes or not any(p.digits and p.is_fixed for p in position):
@@ -458,7 +467,8 @@ def _slice_scatter(reader: Elements, node: Node, position: Position) -> Terms | 
 def _scattered_run(
     reader: Elements, base: Any, source: Any, position: Position, dim: int, start: int, length: Size
 ) -> Terms | None:
-    """A run of `source` on a base, along an axis that is no head dim: wholly in the run, or all of it on zeros."""
+    """A run of `source` on a base, along an axis that is no head dim: wholly in the run, or all of
+    it on zeros."""
     place = position[dim]
     if same(place.offset, start) and same(place.extent, length):
         return reader.at(source, (*position[:dim], Place(place.digits), *position[dim + 1 :]))

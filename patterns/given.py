@@ -4,9 +4,10 @@ Written by hand, or left over where a graph holds no forward:
 
     dP = dO V^T;  dS = scale * P (dP - rowsum(P dP));  dQ = dS K;  dK = dS^T Q;  dV = P^T dO
 
-followed by a sum over the heads of a group and by the adjoint of a rotation. Nothing is assumed about P: it need not be a
-softmax of q and k, and the heads of a group may each have keys and values of their own. The rotation of the gradients may be
-spelled with the sine taken before or after the halves are swapped; which one it is decides which sine each lane gets.
+followed by a sum over the heads of a group and by the adjoint of a rotation. Nothing is assumed
+about P: it need not be a softmax of q and k, and the heads of a group may each have keys and values
+of their own. The rotation of the gradients may be spelled with the sine taken before or after the
+halves are swapped; which one it is decides which sine each lane gets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from inductor_gqa.site import Rotation, Table, Target, View
 
 from . import gradients, operands, rotation, terms
 from .attention import arrangements, canonical_position
-from .axes import Digit, Fixed, Place, Position, Renaming, Size, Unread, covered, quotient, shape_of, whole
+from .axes import (
+    Digit,
+    Fixed,
+    Place,
+    Position,
+    Renaming,
+    Size,
+    Unread,
+    covered,
+    quotient,
+    shape_of,
+    whole,
+)
 from .elements import Elements, by_lane, step
 from .values import ValueNumbers
 
@@ -30,7 +43,8 @@ Node = torch.fx.Node
 
 @dataclass
 class Given:
-    """A backward from given weights. Axes and letters as in `Site`; every query head has keys and values of its own."""
+    """A backward from given weights. Axes and letters as in `Site`; every query head has keys and
+    values of its own."""
 
     anchor: Node
     weights: View
@@ -163,9 +177,7 @@ def _score_gradients(
     for matmul, side in gradients.reached_matmuls(dp):
         left, right, result = operands.matmul_axes(matmul)
         a, b = operands.operands(matmul)
-        z, at_z, x, at_x, free = (
-            (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
-        )
+        z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
         names, scale = _proven(weights, z, at_z, dp, dp_position, canonical, values)
         if found.scale not in (None, scale):
             raise Unread(f"dQ and dK are scaled by {found.scale} and {scale}")

@@ -2,10 +2,11 @@
 
     dV = P^T dO    dP = dO V^T    dS = P (dP - rowsum(P dP))    dQ = scale dS K    dK = scale dS^T Q
 
-Nothing is matched as a template: the operand of the gradient matmuls is read as terms (elements.py) and compared with the
-derivative of the scores that were read forward, mask and softcap included; the gradients are then followed through the group
-sum and the inverse rotation, which must be the adjoint of the forward's, lane by lane. Gradients that the graph does not hold
-(frozen projections, LoRA on some of them) are not missed.
+Nothing is matched as a template: the operand of the gradient matmuls is read as terms (elements.py)
+and compared with the derivative of the scores that were read forward, mask and softcap included;
+the gradients are then followed through the group sum and the inverse rotation, which must be the
+adjoint of the forward's, lane by lane. Gradients that the graph does not hold (frozen projections,
+LoRA on some of them) are not missed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ FOLLOWED = {
 
 
 def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
-    """The gradients of a site; None where the graph holds none. Raises Unread where it holds some that do not read."""
+    """The gradients of a site; None where the graph holds none. Raises Unread where it holds some
+    that do not read."""
     weights = forward.site.anchor
     users = list(operands.moved_users(weights, forward.canonical))
     beside = users
@@ -78,9 +80,7 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     q_targets: list[Target] = []
     k_targets: list[Target] = []
     if dp is not None:
-        for matmul, position, role, ratio, over in _score_gradients(
-            forward, dp[0], dp[1], values
-        ):
+        for matmul, position, role, ratio, over in _score_gradients(forward, dp[0], dp[1], values):
             lanes = forward.q_lanes if role == "q" else forward.k_lanes
             summed = () if role == "q" else _unsummed(forward, over)
             found = _targets(forward, matmul, position, lanes, summed, values, ratio)
@@ -96,7 +96,8 @@ def same_view(a: View, b: View, values: ValueNumbers) -> bool:
 def _value_gradients(
     forward: Forward, users: Iterable[tuple[Node, Node]], values: ValueNumbers
 ) -> list[tuple[Node, Position, View, Place]]:
-    """(matmul, position of its result, dO, what it sums over) for every matmul of the weights over the queries."""
+    """(matmul, position of its result, dO, what it sums over) for every matmul of the weights over
+    the queries."""
     out: list[tuple[Node, Position, View, Place]] = []
     weights, seen = forward.site.anchor, set()
     for moved, user in users:
@@ -128,7 +129,8 @@ def _is_axis(place: Place, axis: str) -> bool:
 def _weights_gradient(
     forward: Forward, users: Iterable[tuple[Node, Node]], values: ValueNumbers
 ) -> tuple[Node, Position, View] | None:
-    """(the matmul dP = dO V^T, position of its result, dO), found beside the weights in the softmax's gradient."""
+    """(the matmul dP = dO V^T, position of its result, dO), found beside the weights in the
+    softmax's gradient."""
     weights = forward.softmax.node
     for moved, user in users:
         if user.target is not aten.mul.Tensor or len(user.args) < 2:
@@ -164,7 +166,8 @@ def _as_weights(moved: Node, forward: Forward, values: ValueNumbers) -> Position
 
 
 def back_to_matmul(node: Node, position: Position) -> tuple[Node, Position] | None:
-    """The matmul behind rearrangements, and behind the zeros that autograd puts beside the gradient of a slice."""
+    """The matmul behind rearrangements, and behind the zeros that autograd puts beside the gradient
+    of a slice."""
     while node.target not in operands.MATMULS:
         back = step(node, position)
         if back is None and node.target is aten.slice_scatter.default:
@@ -190,7 +193,8 @@ def _out_of_zeros(node: Node, position: Position) -> tuple[Node, Position] | Non
 def _score_gradients(
     forward: Forward, dp: Node, dp_position: Position, values: ValueNumbers
 ) -> list[tuple[Node, Position, str, float, Place]]:
-    """(matmul, position of its result, "q" or "k", factor that is missing, what it sums over) for every matmul of the gradient of the scores."""
+    """(matmul, position of its result, "q" or "k", factor that is missing, what it sums over) for
+    every matmul of the gradient of the scores."""
     out: list[tuple[Node, Position, str, float, Place]] = []
     plain = {
         role: operands.view(operand.node, operand.position)
@@ -215,7 +219,8 @@ def _score_gradients(
 
 
 def reached_matmuls(dp: Node) -> list[tuple[Node, int]]:
-    """Matmuls that the gradient of the weights reaches through pointwise ops, with the side that it is on."""
+    """Matmuls that the gradient of the weights reaches through pointwise ops, with the side that it
+    is on."""
     found: dict[tuple[Node, int], None] = {}
     for node in (dp, *_reached(dp)):
         for user in node.users:
@@ -244,9 +249,11 @@ def _proven(
     dp_position: Position,
     values: ValueNumbers,
 ) -> tuple[Renaming, float]:
-    """The names of a matmul's axes, once its operand is proven to be the derivative of the scores, but for a factor.
+    """The names of a matmul's axes, once its operand is proven to be the derivative of the scores,
+    but for a factor.
 
-    The factor is what remains to be multiplied later, as where a scale is the matmul's own (baddbmm with alpha).
+    The factor is what remains to be multiplied later, as where a scale is the matmul's own (baddbmm
+    with alpha).
     """
     softmax = forward.softmax
     reader = _algebra(forward, dp, values)
@@ -278,7 +285,8 @@ def _algebra(forward: Forward, dp: Node, values: ValueNumbers) -> Elements:
 def _sink_gradient(
     forward: Forward, dp: Node, dp_position: Position, values: ValueNumbers
 ) -> tuple[Target, ...]:
-    """Nodes that hold the gradient of the sink: -sum over batch and queries of P_sink rowsum(P dP)."""
+    """Nodes that hold the gradient of the sink: -sum over batch and queries of P_sink rowsum(P
+    dP)."""
     site = forward.site
     if site.sink is None:
         return ()
@@ -311,7 +319,11 @@ def _sink_gradient(
             continue
         heads = (*site.kv_heads, *site.group)
         over_heads = covered(at, list(heads)) == set(heads)
-        if rest == [total] and over_heads and not any(_is_part(d, h) for d in summed for h in heads):
+        if (
+            rest == [total]
+            and over_heads
+            and not any(_is_part(d, h) for d in summed for h in heads)
+        ):
             return arrangements(node, at, values)
     return ()
 
@@ -325,7 +337,11 @@ def _renamed(atom: Atom, names: Renaming) -> Atom:
     own.rules = list(names.rules)
     for a in inside:
         for place in a.position:
-            own.rules += [(d, Digit("~0.0", d.stride, d.size)) for d in place.digits if isinstance(d, Digit) and d.axis in axes]
+            own.rules += [
+                (d, Digit("~0.0", d.stride, d.size))
+                for d in place.digits
+                if isinstance(d, Digit) and d.axis in axes
+            ]
     moved = [Atom(a.kind, a.node, own.apply(a.position), a.inner) for a in inside]
     return Atom("sum", inner=(("~0.0",), tuple(sorted(moved, key=lambda a: a.order))))
 
@@ -374,7 +390,8 @@ def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Posit
 
 
 def _unsummed(forward: Forward, over: Place) -> tuple[Digit, ...]:
-    """The parts of the group that a matmul does not sum over itself (it does where heads are folded into its rows)."""
+    """The parts of the group that a matmul does not sum over itself (it does where heads are folded
+    into its rows)."""
     inside = covered((over,), list(forward.site.group))
     return tuple(d for d in forward.site.group if d not in inside)
 
@@ -388,7 +405,8 @@ def _targets(
     values: ValueNumbers,
     ratio: float = 1.0,
 ) -> tuple[Target, ...]:
-    """The nodes that hold the finished gradient: summed over the rest of the group, rotated back."""
+    """The nodes that hold the finished gradient: summed over the rest of the group, rotated
+    back."""
     if lanes is None and not summed and ratio == 1.0:
         return arrangements(start, position, values)
     end, at = _finished(forward, start, position, lanes, summed, values, ratio)
@@ -404,7 +422,8 @@ def _finished(
     values: ValueNumbers,
     ratio: float,
 ) -> tuple[Node, Position]:
-    """Follows the gradient to the node where its paths have met again and it is what the site's result is."""
+    """Follows the gradient to the node where its paths have met again and it is what the site's
+    result is."""
     open_: list[tuple[int, int, Node]] = [(values.order[start], 0, start)]
     waiting = {start}
     while open_:
@@ -446,7 +465,9 @@ def _as_result(
             heads = quotient(shape[dim], forward.site.head_dim)
             if heads is None:
                 continue
-            at = _turned_result(node, own, dim, heads, start, position, lanes, summed, values, ratio)
+            at = _turned_result(
+                node, own, dim, heads, start, position, lanes, summed, values, ratio
+            )
             if at is not None:
                 return at
     except Unread:

@@ -1,7 +1,8 @@
 """Reads integer tensors that a mask is made of: positions, cache offsets, document numbers.
 
-An element is a `Linear`: a sum of digits and loaded elements with whole coefficients, e.g. `i - j + 3`. `iota` is its own
-position, a comparison becomes a predicate (predicates.py), and what is not known is an element that is loaded.
+An element is a `Linear`: a sum of digits and loaded elements with whole coefficients, e.g. `i - j +
+3`. `iota` is its own position, a comparison becomes a predicate (predicates.py), and what is not
+known is an element that is loaded.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ class Integers:
         return None
 
     def _cat(self, node: Node, position: Position) -> Linear | None:
-        """One formula for all parts, where there is one; a part of one element need only agree at its own position."""
+        """One formula for all parts, where there is one; a part of one element need only agree at
+        its own position."""
         parts: list[Node] = list(node.args[0])  # type: ignore[call-overload]
         dim = (node.args[1] if len(node.args) > 1 else 0) % len(position)  # type: ignore[operator]
         place = position[dim]
@@ -186,7 +188,8 @@ class Integers:
 
 
 def _mentions(formula: Linear, digit: Digit) -> bool:
-    """Whether a loaded element depends on the digit: then a value at one position says nothing of the formula."""
+    """Whether a loaded element depends on the digit: then a value at one position says nothing of
+    the formula."""
     return any(isinstance(key, Atom) and repr(digit) in repr(key.position) for key in formula)
 
 

@@ -1,7 +1,9 @@
-"""Turns what is added to or filled into the scores into a `Mask`: a band, key padding, boolean tensors, or a bias.
+"""Turns what is added to or filled into the scores into a `Mask`: a band, key padding, boolean
+tensors, or a bias.
 
-A band (causal, offset, sliding window) needs no tensor and lets the kernels skip whole blocks; key padding needs one boolean
-a key. What is not understood as a predicate is kept as the tensor that the graph has: exact, only slower.
+A band (causal, offset, sliding window) needs no tensor and lets the kernels skip whole blocks; key
+padding needs one boolean a key. What is not understood as a predicate is kept as the tensor that
+the graph has: exact, only slower.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ ABSORBING = -1e30
 def read(
     scores: Scores, reader: Integers, batch_axes: frozenset[str], lengths: tuple[Size, Size]
 ) -> Mask:
-    """The mask of a site. batch_axes: axes that key padding may depend on, beside j. lengths: of i and j."""
+    """The mask of a site. batch_axes: axes that key padding may depend on, beside j. lengths: of i
+    and j."""
     clauses: list[Clause] = []
     fills: list[tuple[float, bool]] = []
     bias: list[View] = []
@@ -52,7 +55,8 @@ def read(
 
 
 def _as_tensors(scores: Scores, fills: list[tuple[float, bool]]) -> Mask:
-    """Several masks with values of their own: the sum matters where all of them hide a key, so keep them as they are."""
+    """Several masks with values of their own: the sum matters where all of them hide a key, so keep
+    them as they are."""
     if scores.filled:
         raise Unread(f"masks with different values {sorted({f for f, _ in fills})}")
     return Mask(bias=tuple(scores.added))

@@ -1,8 +1,9 @@
-"""Reads the operands of the two matmuls of an attention down to the tensors that the projections made.
+"""Reads the operands of the two matmuls of an attention down to the tensors that the projections
+made.
 
-A matmul is read in the site's axes through the softmax weights, which are known in both. `view` follows an operand
-through rearrangements alone: expand + reshape, repeat_interleave, a grouped 5-D matmul, einsum and a 3-D bmm all end in the same
-`View`, with the repeat of keys and values gone.
+A matmul is read in the site's axes through the softmax weights, which are known in both. `view`
+follows an operand through rearrangements alone: expand + reshape, repeat_interleave, a grouped 5-D
+matmul, einsum and a 3-D bmm all end in the same `View`, with the repeat of keys and values gone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ MATMULS = {aten.bmm.default: 0, aten.mm.default: 0, aten.baddbmm.default: 1}
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a matmul: its node, its position in the site's axes, and the matmul it belongs to."""
+    """One side of a matmul: its node, its position in the site's axes, and the matmul it belongs
+    to."""
 
     matmul: Node
     node: Node
@@ -34,7 +36,8 @@ class Operand:
 
 
 def matmul_axes(matmul: Node) -> tuple[Position, Position, Position]:
-    """Positions of the left operand, the right operand and the result in axes n, l, c (contracted) and r."""
+    """Positions of the left operand, the right operand and the result in axes n, l, c (contracted)
+    and r."""
     first = MATMULS[matmul.target]
     left, right = shape_of(matmul.args[first]), shape_of(matmul.args[first + 1])  # type: ignore[arg-type]
     rows, inner, columns = (whole("l", left[-2]), whole("c", left[-1]), whole("r", right[-1]))
@@ -114,7 +117,8 @@ def in_site_axes(position: Position, names: Renaming) -> Position:
 def renaming(
     node: Node, position: Position, goal: Node, canonical: Position, values: ValueNumbers
 ) -> Renaming:
-    """How the axes of a matmul are called in the site, learned from an operand (or result) known in both."""
+    """How the axes of a matmul are called in the site, learned from an operand (or result) known in
+    both."""
     seen = back_to(node, position, goal, values)
     if seen is None:
         raise Unread(f"{node} is not a rearrangement of {goal}")

@@ -1,9 +1,10 @@
 """Reads what hides a score: a predicate over query i and key j, and what a hidden score becomes.
 
-Spellings seen in the wild: `where(keep, 0, finfo.min)` added (Transformers), `masked_fill(triu, -inf)`,
-`(1 - mask) * finfo.min`, `torch.triu(torch.full((L, L), -inf), 1)`, `arange[:, None] >= arange[None]`, cache positions,
-a sliding window as two comparisons, a padding tensor looked up by batch and key. All read as a conjunction of comparisons
-and boolean lookups; what does not is kept as a tensor.
+Spellings seen in the wild: `where(keep, 0, finfo.min)` added (Transformers), `masked_fill(triu,
+-inf)`, `(1 - mask) * finfo.min`, `torch.triu(torch.full((L, L), -inf), 1)`, `arange[:, None] >=
+arange[None]`, cache positions, a sliding window as two comparisons, a padding tensor looked up by
+batch and key. All read as a conjunction of comparisons and boolean lookups; what does not is kept
+as a tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Node = torch.fx.Node
 class Clause:
     """One part of a conjunction; `positive` is False for the negated part.
 
-    comparison: ("ge" | "eq" | "ne", Linear) where it is one; else the truth is the boolean element of `node`.
+    comparison: ("ge" | "eq" | "ne", Linear) where it is one; else the truth is the boolean element
+    of `node`.
     """
 
     node: Node
@@ -61,7 +63,8 @@ NOTS = {aten.bitwise_not.default, aten.logical_not.default}
 def conjunction(
     reader: Integers, node: Node, position: Position, positive: bool = True
 ) -> Conjunction:
-    """The boolean element as a conjunction of clauses; NEVER where it is false whatever the position."""
+    """The boolean element as a conjunction of clauses; NEVER where it is false whatever the
+    position."""
     known = scalar_value(node)
     if known is not None:
         return ALWAYS if bool(known) is positive else NEVER
@@ -85,7 +88,11 @@ def conjunction(
             if isinstance(source, Node) and source.meta["val"].dtype is torch.bool:
                 return conjunction(reader, source, position, positive)
             flag = two_valued(reader, source, position)  # type: ignore[arg-type]
-            if flag is not None and bool(flag.kept) is positive and bool(flag.hidden) is not positive:
+            if (
+                flag is not None
+                and bool(flag.kept) is positive
+                and bool(flag.hidden) is not positive
+            ):
                 return flag.clauses
         if node.target is aten.index.Tensor:
             found = indexed(reader, node, position)
@@ -127,7 +134,8 @@ def _comparison(reader: Integers, node: Node, position: Position, positive: bool
 
 
 def _truth_of_flag(reader: Integers, node: Node, position: Position, positive: bool) -> Conjunction:
-    """`flag == 0`, `flag != 0`, `flag > 0.5` and the like, where flag is a boolean that was made a number."""
+    """`flag == 0`, `flag != 0`, `flag > 0.5` and the like, where flag is a boolean that was made a
+    number."""
     value, bound = node.args[0], scalar_value(node.args[1])
     if not isinstance(value, Node) or bound is None:
         return None
@@ -155,8 +163,8 @@ def _chosen(reader: Integers, node: Node, position: Position, positive: bool) ->
     whole = (Clause(reader.values.first(node), position, positive),)
     if not isinstance(c, Node):
         return whole
-    for flag, other, constant in ((True, a, scalar_value(b)), (False, b, scalar_value(a))):
-        if constant is None or bool(constant) is positive:
+    for flag, other, fixed in ((True, a, scalar_value(b)), (False, b, scalar_value(a))):
+        if fixed is None or bool(fixed) is positive:
             continue
         first = conjunction(reader, c, broadcast(c, position), flag)
         if isinstance(other, Node) and scalar_value(other) is None:
@@ -179,7 +187,8 @@ class TwoValued:
 
 
 def flipped(flag: TwoValued) -> TwoValued | None:
-    """The same element with its two values told apart the other way round; only a single clause can be negated."""
+    """The same element with its two values told apart the other way round; only a single clause can
+    be negated."""
     if len(flag.clauses) != 1:
         return None
     (clause,) = flag.clauses
@@ -260,7 +269,8 @@ def _two_valued_arithmetic(reader: Integers, node: Node, position: Position) -> 
 
 
 def _two_valued_where(reader: Integers, node: Node, position: Position) -> TwoValued | None:
-    """`where(c, a, b)`; a or b may itself be two-valued if their hidden values agree (masks laid over each other)."""
+    """`where(c, a, b)`; a or b may itself be two-valued if their hidden values agree (masks laid
+    over each other)."""
     c, a, b = node.args
     if not isinstance(c, Node):
         return None

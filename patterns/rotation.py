@@ -2,14 +2,20 @@
 
 Spellings seen in the wild, all of which read as the same pairs:
 
-    q * cos + cat((-q[..., h:], q[..., :h]), -1) * sin                       rotate_half (Llama and most others)
-    cat((q1 * cos - q2 * sin, q2 * cos + q1 * sin), -1)                      half-width tables (gpt-oss)
-    q * cos + stack((-q[..., 1::2], q[..., ::2]), -1).flatten(-2) * sin      interleaved (GPT-J, Cohere)
-    cat((q[..., ::2] * c - q[..., 1::2] * s, q[..., 1::2] * c + q[..., ::2] * s), -1)   interleaved in, halves out (DeepSeek)
-    cat((rotated(q[..., :w]), q[..., w:]), -1)                               partial
+    rotate_half (Llama and most others):
+        q * cos + cat((-q[..., h:], q[..., :h]), -1) * sin
+    half-width tables (gpt-oss):
+        cat((q1 * cos - q2 * sin, q2 * cos + q1 * sin), -1)
+    interleaved (GPT-J, Cohere):
+        q * cos + stack((-q[..., 1::2], q[..., ::2]), -1).flatten(-2) * sin
+    interleaved in, halves out (DeepSeek):
+        cat((a * c - b * s, b * c + a * s), -1) with a, b = q[..., ::2], q[..., 1::2]
+    partial:
+        cat((rotated(q[..., :w]), q[..., w:]), -1)
 
-The halves of cos and sin are never assumed to be equal. Refused (the rotation then stays outside, the attention still fuses):
-pairs that are neither halves nor neighbours, tables that vary by head, factors other than 1 beside the tables.
+The halves of cos and sin are never assumed to be equal. Refused (the rotation then stays outside,
+the attention still fuses): pairs that are neither halves nor neighbours, tables that vary by head,
+factors other than 1 beside the tables.
 """
 
 from __future__ import annotations
@@ -82,7 +88,8 @@ def strands(read: Terms, count: int) -> list[Strand]:
 
 
 def without_lanes(atom: Atom, count: int) -> tuple[Atom, int, tuple[int, ...]]:
-    """(the atom with its lanes set to 0, their dim, the lanes), also of an atom that is summed over a group."""
+    """(the atom with its lanes set to 0, their dim, the lanes), also of an atom that is summed over
+    a group."""
     if atom.kind == "sum":
         axes, inside = atom.inner
         if len(inside) != 1:
@@ -96,7 +103,8 @@ def without_lanes(atom: Atom, count: int) -> tuple[Atom, int, tuple[int, ...]]:
 
 
 def lanes(reader: Elements, node: Node, position: Position, count: int) -> Lanes:
-    """The lanes of `node` (position has Fixed lanes) over the lanes of the one tensor that they are made of."""
+    """The lanes of `node` (position has Fixed lanes) over the lanes of the one tensor that they are
+    made of."""
     forms: list[list[Term]] = [[] for _ in range(count)]
     sources: dict[tuple[Atom, int], set[int]] = {}
     for group, read in by_lane(reader, node, position, count):
@@ -138,7 +146,8 @@ def split_lanes(position: Position, count: int) -> tuple[Position, int, tuple[in
 
 
 def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple[int, ...]]:
-    """The rotation that the lanes are, and their order: order[k] is the input lane that output lane k belongs to."""
+    """The rotation that the lanes are, and their order: order[k] is the input lane that output lane
+    k belongs to."""
     count = len(found.forms)
     turned = [k for k, form in enumerate(found.forms) if len(form) == 2]
     for k, form in enumerate(found.forms):
@@ -204,22 +213,21 @@ def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rot
 
 
 def _table(view: View, terms: list[Term]) -> Table:
-    """The run of columns that the lanes use, and how: each lane its own ("once"), that of its partner ("swapped" halves,
-    "crossed" neighbours), or one column for a half or a pair."""
+    """The run of columns that the lanes use, and how: each lane its own ("once"), that of its
+    partner ("swapped" halves, "crossed" neighbours), or one column for a half or a pair."""
     columns = [term.column for term in terms]
     start, width = min(columns), len(columns)
     used = [column - start for column in columns]
     half = list(range(width // 2))
-    for spread, pattern in (
+    known = (
         ("once", list(range(width))),
         ("swapped", [*range(width // 2, width), *half]),
         ("crossed", [k ^ 1 for k in range(width)]),
         ("halves", half + half),
         ("pairs", [k for k in half for _ in range(2)]),
-    ):
-        if used == pattern:
-            break
-    else:
+    )
+    spread = next((name for name, pattern in known if used == pattern), None)
+    if spread is None:
         raise Unread(
             "the columns of a rotation table are used in an order that is none of the known"
         )

@@ -1,8 +1,9 @@
 """Reads what stands between q k^T and the softmax: scale, softcap, masks, bias.
 
-Spellings seen in the wild: `* scale`, `/ sqrt(d)`, a scale that arrives as a 0-d tensor (dynamic shapes), `cap * tanh(s / cap)`,
-`+ mask`, `masked_fill`, `where(keep, s, fill)`, casts anywhere, `s - s.max()` before the softmax. Refused: a mask inside the
-softcap, a factor outside the mask, two matmuls that feed the scores, anything that varies otherwise.
+Spellings seen in the wild: `* scale`, `/ sqrt(d)`, a scale that arrives as a 0-d tensor (dynamic
+shapes), `cap * tanh(s / cap)`, `+ mask`, `masked_fill`, `where(keep, s, fill)`, casts anywhere, `s
+- s.max()` before the softmax. Refused: a mask inside the softcap, a factor outside the mask, two
+matmuls that feed the scores, anything that varies otherwise.
 """
 
 from __future__ import annotations
@@ -157,9 +158,16 @@ def _added(
 
 
 def _is_max_of(value: Node, scores: Node) -> bool:
-    while value.target in (aten.expand.default, aten.alias.default, aten.detach.default):
+    through = (aten.expand.default, aten.alias.default, aten.detach.default)
+    while value.target in through:
         value = value.args[0]  # type: ignore[assignment]
-    if value.target is aten.amax.default and value.args[0] is scores:
+
+    def is_scores(node: object) -> bool:
+        while isinstance(node, Node) and node.target in through and node is not scores:
+            node = node.args[0]
+        return node is scores
+
+    if value.target is aten.amax.default and is_scores(value.args[0]):
         dims = value.args[1]
         return list(dims) in ([-1], [scores.meta["val"].dim() - 1])  # type: ignore[arg-type]
     if getattr(value.target, "__name__", "") == "getitem" and value.args[1] == 0:
@@ -167,7 +175,7 @@ def _is_max_of(value: Node, scores: Node) -> bool:
         return (
             isinstance(made, Node)
             and made.target is aten.max.dim
-            and made.args[0] is scores
+            and is_scores(made.args[0])
             and made.args[1] in (-1, scores.meta["val"].dim() - 1)
         )
     return False
@@ -256,7 +264,9 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
             assert stage.tensor is not None
             out.scale_tensor = stage.tensor.node
         elif stage.kind == "shift":  # the same for all keys, so the softmax does not change by it
-            if capped or out.sink is not None:  # read inwards: a sink that was met lies outside this shift
+            if (
+                capped or out.sink is not None
+            ):  # read inwards: a sink that was met lies outside this shift
                 raise Unread("the scores are shifted inside the softcap or beside a sink")
         elif stage.kind == "sink":
             if out.sink is not None or outer != 1.0 or capped or out.added or out.filled:
@@ -281,7 +291,8 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
                 out.added.append(stage.tensor)
             else:
                 if out.added and stage.factor != -math.inf:
-                    # Where the bias is -inf for all keys that are seen, eager goes on with the filled ones.
+                    # Where the bias is -inf for all keys that are seen, eager goes on with the
+                    # filled ones.
                     raise Unread("a bias is added after the scores were filled")
                 out.filled.append((stage.tensor, stage.keeps, stage.factor))
     if capped:

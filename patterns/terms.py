@@ -1,8 +1,9 @@
 """What an element is: a sum of products of atoms, with number coefficients.
 
-`Terms` maps a sorted product of atoms to its coefficient: `c0*x0 - s0*x4` is `{(c0, x0): 1, (s0, x4): -1}`. An atom is an
-element of a tensor that is not read further (`load`), of a coefficient table (`table`), or a function of terms (`tanh`,
-`sum` over an axis, `where` as an indicator). Equal values have equal terms, whatever the spelling.
+`Terms` maps a sorted product of atoms to its coefficient: `c0*x0 - s0*x4` is `{(c0, x0): 1, (s0,
+x4): -1}`. An atom is an element of a tensor that is not read further (`load`), of a coefficient
+table (`table`), or a function of terms (`tanh`, `sum` over an axis, `where` as an indicator). Equal
+values have equal terms, whatever the spelling.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def frozen(a: Terms) -> tuple[tuple[tuple[Atom, ...], float], ...]:
 
 
 def near(a: float, b: float) -> bool:
-    """Equal up to the rounding of the numbers themselves (a scale may be split over several factors)."""
+    """Equal up to the rounding of the numbers themselves (a scale may be split over several
+    factors)."""
     return abs(a - b) <= 1e-6 * abs(b)
 
 
@@ -87,8 +89,8 @@ def ratio(a: Terms, b: Terms) -> float | None:
 def summed(a: Terms, axes: tuple[str, ...], is_one: Callable[[Atom, str], bool]) -> Terms:
     """The sum of `a` over named axes: what does not depend on them stands outside the sum.
 
-    is_one: whether an atom alone sums to one over an axis, as softmax weights do. A factor `inside` (an element that is zero
-    outside a range of the axis) narrows the sum to that range.
+    is_one: whether an atom alone sums to one over an axis, as softmax weights do. A factor `inside`
+    (an element that is zero outside a range of the axis) narrows the sum to that range.
     """
     out: Terms = {}
     for atoms, coefficient in a.items():
@@ -107,7 +109,8 @@ def summed(a: Terms, axes: tuple[str, ...], is_one: Callable[[Atom, str], bool])
 
 
 def _sum_of(inside: tuple[Atom, ...], axes: tuple[str, ...]) -> Atom:
-    """The sum with its axes named by how many sums it holds, so that equal sums are equal wherever they stand."""
+    """The sum with its axes named by how many sums it holds, so that equal sums are equal wherever
+    they stand."""
     height = 1 + max((_height(atom) for atom in inside), default=-1)
     named = {axis: f"~{height}.{n}" for n, axis in enumerate(axes)}
     renamed = tuple(sorted((_renamed(a, named) for a in inside), key=lambda atom: atom.order))

@@ -1,7 +1,8 @@
 """Facts about nodes that do not depend on a site: equal values, constants, origins.
 
-AOTAutograd has not merged equal expressions yet when our pass runs, so one value may be computed by many nodes (a mask or
-a table once a layer). Everything that compares nodes compares the first node of their value.
+AOTAutograd has not merged equal expressions yet when our pass runs, so one value may be computed by
+many nodes (a mask or a table once a layer). Everything that compares nodes compares the first node
+of their value.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def scalar_value(value: Any) -> float | None:
 
 
 def _held_number(node: Node) -> float | None:
-    """The number in a 0-d tensor that the graph holds, as `torch.tensor(0.0)` in a model leaves it."""
+    """The number in a 0-d tensor that the graph holds, as `torch.tensor(0.0)` in a model leaves
+    it."""
     module = node.graph.owning_module
     held = getattr(module, str(node.target), None)
     if not isinstance(held, torch.Tensor) or isinstance(held, FakeTensor) or held.dim() != 0:
@@ -75,7 +77,8 @@ def _rounded(node: Node, number: float) -> float:
 
 
 def as_dtype(number: float, dtype: torch.dtype) -> float:
-    """The number as a tensor of the dtype holds it; in plain Python, since a fake tensor mode is active in a pass."""
+    """The number as a tensor of the dtype holds it; in plain Python, since a fake tensor mode is
+    active in a pass."""
     number = float(number)
     if dtype is torch.bool:
         return float(bool(number))

@@ -5,7 +5,8 @@ expanded, e.g. `rows[:, None]` and `cols[None, :]`. bf16 is widened before any a
 loads, stores, casts and dots see it, which is also what makes Triton's interpreter right.
 """
 
-# ruff: noqa: RET505, SIM108 (Triton compiles both ways out of a branch only when they are spelt out)
+# ruff: noqa: RET505, SIM108 (Triton compiles both ways out of a branch only when they are spelt
+# out)
 
 import triton
 import triton.language as tl

@@ -62,5 +62,5 @@ def test_chosen_kernels_equal_the_reference(D, L, S, width):
     eager = reference.attention(q, k, v, a)[0]
     eager = (eager, *reference.attention_backward(g, q, k, v, a, every))
     for ours, theirs in zip(errors(made, truth), errors(eager, truth), strict=True):
-        # The reference keeps its intermediates in fp32, where eager and the kernels round to bf16 between the matmuls.
+        # The reference keeps in fp32 what eager and the kernels round between the matmuls.
         assert ours <= 2 * theirs + 2 * torch.finfo(torch.bfloat16).eps

@@ -32,7 +32,7 @@ KINDS = {
     "interleaved_by_pairs": "interleaved RoPE,",
     "interleaved_by_unbind": "interleaved RoPE,",
     "interleaved_in_halves_out": "interleaved RoPE,",
-    "regrouped_then_half": "interleaved RoPE,",
+    "regrouped_then_half": "no RoPE inside,",  # its pairs lie a half of the table apart
     "partial": "rotate-half RoPE on 4 lanes,",
     "partial_by_split": "interleaved RoPE on 4 lanes,",
     "partial_at_end": "rotate-half RoPE on 4 lanes,",
