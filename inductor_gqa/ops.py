@@ -42,7 +42,8 @@ _library.define(
 _library.define(
     "weights_backward(Tensor grad_out, Tensor weights, Tensor q, Tensor k, Tensor v, "
     "Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, float scale, int group, "
-    "int rope_start, bool rope_interleaved, str precision, bool needs_q, bool needs_k, bool needs_v) "
+    "int rope_start, bool rope_interleaved, str precision, "
+    "bool needs_q, bool needs_k, bool needs_v) "
     "-> (Tensor, Tensor, Tensor)"
 )
 weights_backward = torch.ops.inductor_gqa.weights_backward.default
