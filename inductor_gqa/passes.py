@@ -97,6 +97,10 @@ def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
     if kept is not None:
         what = "returned" if kept.op == "output" else f"used by {kept}"
         raise Unread(f"the attention weights are {what}, accepted weights that nothing else needs")
+    kept = rewrite.leftover(site, found.scores.matmul)
+    if kept is not None:
+        what = "returned" if kept.op == "output" else f"used by {kept}"
+        raise Unread(f"the scores are {what} as well, accepted scores that only the softmax needs")
     return site
 
 

@@ -15,7 +15,7 @@ import torch
 
 from inductor_gqa.site import View
 
-from .axes import Place, Position, Size, Unread, same, shape_of
+from .axes import Place, Position, Size, Unread, axes_in, same, shape_of
 from .elements import broadcast, step
 from .operands import MATMULS
 from .values import ValueNumbers, scalar_value
@@ -136,7 +136,13 @@ def _added(
 ) -> tuple[Node, Position] | None:
     a, b = node.args[0], node.args[1]
     subtracts = node.target is aten.sub.Tensor
-    if subtracts and isinstance(a, Node) and isinstance(b, Node) and _is_max_of(b, a):
+    if (
+        subtracts
+        and isinstance(a, Node)
+        and isinstance(b, Node)
+        and _is_max_of(b, a)
+        and "j" not in axes_in(broadcast(b, position))
+    ):
         stages.append(_Stage("shift"))
         return a, broadcast(a, position)
     leading = [n for n in (a, b) if isinstance(n, Node) and _leads_to_matmul(n)]
