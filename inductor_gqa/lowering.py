@@ -1,5 +1,5 @@
-"""Lets Inductor launch our kernels itself: on CUDA, with static shapes, an op becomes its plan of
-Triton launches.
+"""Lets Inductor launch our kernels itself: on CUDA, with static shapes, a backward without mask
+tensors becomes its plan of Triton launches.
 
 The generated code then has no Python op call in it, so that it has less to do per launch and can
 become a CUDA graph or, with the C++ wrapper, run without Python. The layouts are Inductor's own and
@@ -36,11 +36,9 @@ def install() -> None:
     except ImportError:
         log.info("Inductor's lowering has moved, ops stay calls", exc_info=True)
         return
-    for op, planned in ((ops.attention, _forward), (ops.attention_backward, _backward)):
-        opaque = fallback_handler(op)
-        register_lowering(op, type_promotion_kind=None)(
-            functools.partial(_lowered, planned, opaque)
-        )
+    opaque = fallback_handler(ops.attention_backward)
+    lowered = functools.partial(_lowered, _backward, opaque)
+    register_lowering(ops.attention_backward, type_promotion_kind=None)(lowered)
 
 
 def _lowered(planned: Callable[..., Any], opaque: Callable[..., Any], *args: Any) -> Any:
@@ -50,16 +48,6 @@ def _lowered(planned: Callable[..., Any], opaque: Callable[..., Any], *args: Any
         level = logging.DEBUG if isinstance(why, _Opaque) else logging.INFO
         log.log(level, "an op stays a call: %r", why)
         return opaque(*args)
-
-
-def _forward(*args: Any) -> list[Any]:
-    from .kernels.choice import is_gluon
-    from .kernels.forward import plan_forward
-
-    tensors, attention = _attention(args)
-    if is_gluon(attention):
-        raise _Opaque("Inductor launches no Gluon kernels")
-    return _launched(plan_forward(attention), tensors)
 
 
 def _backward(
@@ -79,6 +67,9 @@ def _attention(args: tuple[Any, ...], **more: Any) -> tuple[dict[str, Any], Any]
     from .kernels.plan import Attention
 
     named = dict(zip(ops.NAMES, args, strict=True))
+    for name in ("bias", "mask", "key_mask", "keep", "sink"):
+        if named[name] is not None:
+            raise _Opaque(f"{name} is given")
     if named.pop("scale_tensor") is not None:
         raise _Opaque("the scale is a tensor")
     device = named["q"].get_device()
@@ -87,10 +78,9 @@ def _attention(args: tuple[Any, ...], **more: Any) -> tuple[dict[str, Any], Any]
     shape = [int(n) for n in named["q"].get_size()] if _is_static(named["q"]) else None
     if shape is None:
         raise _Opaque("sizes are symbolic")
-    B, L, K, R, _ = shape
+    B, L = shape[:2]
     S = named["k"].get_size()[1]
-    wide = {"cos_q": (B, L), "sin_q": (B, L), "cos_k": (B, S), "sin_k": (B, S), "key_mask": (B, S)}
-    wide |= dict.fromkeys(("bias", "mask", "keep"), (B, K, R, L, S))
+    wide = {"cos_q": (B, L), "sin_q": (B, L), "cos_k": (B, S), "sin_k": (B, S)}
     tensors: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
     for name, value in (*named.items(), *more.items()):

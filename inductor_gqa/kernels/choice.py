@@ -27,8 +27,10 @@ TENSORS = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep
 
 
 def is_gluon(attention: Attention) -> bool:
-    """Whether the sm_90 forward takes this attention."""
-    return "key_mask" not in attention.tensors and gluon_forward.usable(attention) is None
+    """Whether the sm_90 forward takes this attention; rows that may see no key go to the plain one."""
+    if "key_mask" in attention.tensors or attention.rules & rules.EMPTY_ROWS.value:
+        return False
+    return gluon_forward.usable(attention) is None
 
 
 def is_gluon_backward(attention: Attention, needs: tuple[bool, bool, bool]) -> bool:
@@ -36,7 +38,7 @@ def is_gluon_backward(attention: Attention, needs: tuple[bool, bool, bool]) -> b
     own."""
     if not HAS_GLUON_BACKWARD:
         return False
-    if not all(needs) or not is_gluon(attention) or attention.rules & rules.EMPTY_ROWS.value:
+    if not all(needs) or not is_gluon(attention):
         return False
     tensors = {name: x for name, x in attention.tensors.items() if name[:4] not in ("cos_", "sin_")}
     scratch, _, names = plan_rotation(attention)
