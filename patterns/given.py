@@ -34,7 +34,8 @@ from .axes import (
     shape_of,
     whole,
 )
-from .elements import Elements, by_lane, step
+from .elements import Elements, by_lane
+from .moves import step
 from .values import ValueNumbers
 
 aten = torch.ops.aten

@@ -35,7 +35,8 @@ from .axes import (
     shape_of,
     whole,
 )
-from .elements import RULES, Elements, by_lane, step
+from .elements import RULES, Elements, by_lane
+from .moves import step
 from .terms import Atom, Terms
 from .values import ValueNumbers, scalar_value
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .axes import Digit, Fixed, Place, Position, Size, product, same, shape_of, size_of
-from .elements import broadcast, step
+from .moves import broadcast, step
 from .terms import Atom
 from .values import ValueNumbers, scalar_value
 

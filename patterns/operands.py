@@ -16,7 +16,7 @@ import torch
 from inductor_gqa.site import View
 
 from .axes import Digit, Place, Position, Renaming, Unread, shape_of, whole
-from .elements import step
+from .moves import step
 from .values import ValueNumbers
 
 aten = torch.ops.aten

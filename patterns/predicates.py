@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from .axes import Position
-from .elements import broadcast, step
 from .integers import (
     COMPARISONS,
     Integers,
@@ -25,6 +24,7 @@ from .integers import (
     decided,
     indexed,
 )
+from .moves import broadcast, step
 from .values import as_dtype, scalar_value
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -16,7 +16,7 @@ import torch
 from inductor_gqa.site import View
 
 from .axes import Place, Position, Size, Unread, axes_in, same, shape_of
-from .elements import broadcast, step
+from .moves import broadcast, step
 from .operands import MATMULS
 from .values import ValueNumbers, scalar_value
 

@@ -27,7 +27,7 @@ TENSORS = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep
 
 
 def is_gluon(attention: Attention) -> bool:
-    """Whether the sm_90 forward takes this attention; the plain one has rows that may see no key."""
+    """Whether the sm_90 forward takes this; rows that may see no key go to the plain one."""
     if "key_mask" in attention.tensors or attention.rules & rules.EMPTY_ROWS.value:
         return False
     return gluon_forward.usable(attention) is None
