@@ -75,7 +75,7 @@ def _warn_if_compiled() -> None:
     if compiled:
         log.warning(
             "enable() after something was compiled: "
-            "what is compiled already stays as it is until torch._dynamo.reset()"
+            "what is compiled already stays as it is until torch.compiler.reset()"
         )
 
 
@@ -90,8 +90,11 @@ def explain(
     """
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     def without_codegen(gm: torch.fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
+        view_to_reshape(gm)  # as Inductor does: strides are not what the views were traced with
+        gm.recompile()
         return make_boxed_func(gm.forward)
 
     backend = functools.partial(compile_fx, inner_compile=without_codegen)

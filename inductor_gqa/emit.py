@@ -182,6 +182,19 @@ class Emitter:
             node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
             return self.call(aten.view.default, node, shape)
 
+    def laid_out_as(self, node: Node, other: Node) -> Node:
+        """The node with the order of dims in memory that another has: who gets it may rely on
+        it."""
+        wanted = [size_of(n) for n in other.meta["val"].stride()]
+        have = [size_of(n) for n in node.meta["val"].stride()]
+        if all(same(a, b) for a, b in zip(have, wanted, strict=True)):
+            return node
+        order = _by_stride(wanted)
+        back = [order.index(d) for d in range(len(order))]
+        node = self.call(aten.permute.default, node, order)
+        node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.call(aten.permute.default, node, back)
+
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         if node.meta["val"].dtype is dtype:
             return node
@@ -191,3 +204,10 @@ class Emitter:
 def _is_below(a: Digit, b: Digit) -> bool:
     """Whether a is a less significant part of the axis than b."""
     return a is not b and quotient(b.stride, a.stride * a.size) is not None
+
+
+def _by_stride(strides: Sequence[Size]) -> list[int]:
+    """Dims from the largest stride to the smallest; a symbolic stride is above what divides it."""
+    above = lambda a, b: not same(a, b) and quotient(a, b) is not None  # noqa: E731
+    rank = [sum(above(other, own) for other in strides) for own in strides]
+    return sorted(range(len(strides)), key=lambda d: (rank[d], d))

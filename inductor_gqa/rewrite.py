@@ -189,7 +189,7 @@ def _sink(site: Site, axes: Axes, emit: Emitter) -> Node | None:
     if site.sink is None:
         return None
     node = emit.arrange(site.sink, (axes.heads, axes.group), expand=True)
-    return emit.cast(node, torch.float32)
+    return emit.cast(node, torch.promote_types(_widest(site), torch.float32))
 
 
 def _widest(site: Site) -> torch.dtype:
@@ -236,8 +236,13 @@ def results(
         wanted = [
             tuple(d for d in place.digits if isinstance(d, Digit)) for place in target.position
         ]
-        node = emit.arrange(source, wanted)
-        out.append((target.node, emit.cast(node, target.node.meta["val"].dtype)))
+        node = emit.cast(emit.arrange(source, wanted), target.node.meta["val"].dtype)
+        if any(
+            user.op == "output" or user.target is aten.as_strided.default
+            for user in target.node.users
+        ):
+            node = emit.laid_out_as(node, target.node)
+        out.append((target.node, node))
     return out
 
 
@@ -270,7 +275,8 @@ def _write_backward(
 
 def _sink_gradient(grad: Node, out: Node, lse: Node, sink: Node, emit: Emitter) -> Node:
     """-sum over batch and queries of P_sink rowsum(dO * O), in fp32 as [K, R]."""
-    wide = [emit.cast(n, torch.float32) for n in (grad, out)]
+    dtype = torch.promote_types(out.meta["val"].dtype, torch.float32)
+    wide = [emit.cast(n, dtype) for n in (grad, out)]
     delta = emit.call(aten.sum.dim_IntList, emit.call(aten.mul.Tensor, *wide), [-1])  # [B, L, K, R]
     delta = emit.call(aten.permute.default, delta, [0, 2, 3, 1])
     bits = emit.call(aten.mul.Tensor, sink, LOG2E)

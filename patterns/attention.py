@@ -74,6 +74,10 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     read = scores.read(softmax.scores, at_softmax, values)
     if (read.sink is None) != (weights is softmax.weights):
         raise Unread("a column of the softmax is dropped that is no sink")
+    operands.unrounded(softmax.scores, read.matmul)
+    for operand in operands.operands(product_):
+        if operands.reaches(operand, weights):
+            operands.unrounded(operand, softmax.weights)
     names = score_names(read, canonical)
     q_operand, k_operand = operands.operands(read.matmul)
     left, right, _ = operands.matmul_axes(read.matmul)
@@ -114,6 +118,8 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         mask=mask,
         outputs=arrangements(product_, out_names.apply(operands.matmul_axes(product_)[2]), values),
     )
+    for target in site.outputs:
+        operands.unrounded(target.node, product_)
     whole_softmax = View(softmax.weights, at_softmax)
     return Forward(site, canonical, whole_softmax, product_, read, q, k, *lanes)
 
@@ -245,6 +251,7 @@ def read_rotation(
 ) -> tuple[View, Rotation, tuple[int, ...], rotation.Lanes]:
     found = read_lanes(operand, row, head_dim, values)
     turn, order = rotation.rotation(found)
+    operands.unrounded(operand.node, found.source.node)
     if found.source.dtype != operand.node.meta["val"].dtype:
         raise Unread(f"the input of the rotation is {found.source.dtype}, the matmul's another")
     return lane_view(found, head_dim), turn, order, found

@@ -222,6 +222,7 @@ def _proven(
     names.learn(places.pop(), weights.position)
     seen = reader.at(z, names.apply(position))
     wanted = gradients.softmax_derivative(reader, weights, dp, dp_position, canonical)
+    operands.unrounded(z, dp)
     scale = terms.ratio(seen, wanted)
     if scale is None:
         raise Unread(f"{z} is not P (dP - rowsum(P dP)) times a number")

@@ -271,6 +271,7 @@ def _proven(
     names = Renaming()
     names.learn(places.pop(), softmax.position)
     seen = reader.at(z, names.apply(position))
+    operands.unrounded(z, dp)
     wanted = _derivative(forward, reader, dp, dp_position)
     ratio = terms.ratio(wanted, seen)
     if ratio is None:
@@ -369,7 +370,10 @@ def _row_total(
         reader.load(weights.node, along.apply(weights.position)),
         reader.load(dp, along.apply(dp_position)),
     )
-    ((atoms, _),) = terms.summed(product, ("~0.0",), reader.sums_to_one).items()
+    try:
+        ((atoms, _),) = terms.summed(product, ("~0.0",), reader.sums_to_one).items()
+    except ArithmeticError as why:  # one key: there is no axis to sum over
+        raise Unread("the softmax runs over a single key") from why
     return atoms[0]
 
 
@@ -409,9 +413,13 @@ def _targets(
     """The nodes that hold the finished gradient: summed over the rest of the group, rotated
     back."""
     if lanes is None and not summed and ratio == 1.0:
-        return arrangements(start, position, values)
-    end, at = _finished(forward, start, position, lanes, summed, values, ratio)
-    return arrangements(end, at, values)
+        end, at = start, position
+    else:
+        end, at = _finished(forward, start, position, lanes, summed, values, ratio)
+    targets = arrangements(end, at, values)
+    for target in targets:
+        operands.unrounded(target.node, start)
+    return targets
 
 
 def _finished(

@@ -110,6 +110,47 @@ def back_to(node: Node, position: Position, goal: Node, values: ValueNumbers) ->
     return position
 
 
+def unrounded(node: Node, goal: Node) -> None:
+    """Raises Unread if a value is rounded to a narrower dtype on its way from `goal` to `node`.
+
+    A cast to the dtype that either end has anyway is how mixed precision is written; a narrower one
+    is a rounding that the model asks for (as fake quantization does), and the ops would leave it
+    out.
+    """
+    known: dict[Node, bool] = {goal: True}
+    casts: list[Node] = []
+
+    def on_the_way(n: Node) -> bool:
+        if n not in known:
+            known[n] = False
+            for m in n.all_input_nodes:  # all of them: each way may hold a cast
+                known[n] = on_the_way(m) or known[n]
+            if known[n] and n.target is torch.ops.prims.convert_element_type.default:
+                casts.append(n)
+        return known[n]
+
+    on_the_way(node)
+    for cast in casts:
+        if _step_of(cast) > max(_step_of(node), _step_of(goal)):
+            dtype = cast.meta["val"].dtype
+            raise Unread(f"a value is rounded to {dtype} on the way ({cast}), accepted no rounding")
+
+
+def reaches(node: Node, goal: Node) -> bool:
+    """Whether `node` is a rearrangement of `goal`, casts allowed."""
+    while node is not goal:
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+            return False
+        node = node.args[0]
+    return True
+
+
+def _step_of(node: Node) -> float:
+    """The relative step between neighbours of the node's dtype."""
+    dtype = node.meta["val"].dtype
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
 def in_site_axes(position: Position, names: Renaming) -> Position:
     return names.apply(position)
 

@@ -28,6 +28,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -184,7 +185,10 @@ def wrong(
             continue
         error = (x - true).abs().nan_to_num(float("inf")).max().item()
         allowed, largest = (near - true).abs().max().item(), true.abs().max().item()
-        if not error <= max(2 * allowed, eps * largest, torch.finfo(torch.float32).tiny):
+        # eager's own error on a handful of values is luck: below four roundings (of q, of a
+        # gradient, of a weight's gradient, of the result; half an eps each) there is nothing to
+        # tell apart
+        if not error <= max(2 * allowed, 2 * eps * largest, torch.finfo(torch.float32).tiny):
             found.append(
                 f"{name}: error is {error:.3g}, eager {allowed:.3g}, largest {largest:.3g}"
             )
@@ -199,6 +203,8 @@ def backend(seen: Seen, codegen: bool = False) -> Iterator[Any]:
 
     def without_codegen(gm: torch.fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
         seen.graphs.append(gm)
+        view_to_reshape(gm)  # as Inductor does before it generates code
+        gm.recompile()
         return make_boxed_func(gm.forward)
 
     def with_codegen(gm: torch.fx.GraphModule, example_inputs: Any, **options: Any) -> Any:

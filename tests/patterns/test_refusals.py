@@ -711,3 +711,38 @@ def test_only_the_attention_is_reported_beside_other_softmaxes():
     seen = run(Routed(), *inputs())
     assert len(seen.sites) == 1
     assert seen.fused == 1
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("where", ["q", "k", "v", "scores", "weights", "out"])
+def test_a_rounding_that_the_model_asks_for_is_kept(where, dtype, train):
+    """Casts there and back were read as if they did nothing."""
+
+    def rounded(name, x):
+        return x.to(dtype).float() if name == where else x
+
+    def forward(q, k, v):
+        s = rounded("scores", rounded("q", q) @ rounded("k", k).mT * 0.4)
+        return rounded("out", rounded("weights", torch.softmax(s, -1)) @ rounded("v", v))
+
+    q, k, v = (torch.randn(2, 4, 11, 8, requires_grad=train) for _ in range(3))
+    eager = forward(q, k, v)
+    torch._dynamo.reset()
+    with inductor_gqa.enabled(always=True), backend(Seen()) as compiler:
+        ours = torch.compile(forward, backend=compiler)(q, k, v)
+    assert (ours - eager).abs().max() <= 1e-5 * eager.abs().max() + torch.finfo(dtype).eps * (
+        where == "out"
+    )
+
+
+def test_outputs_keep_the_order_of_dims_in_memory():
+    def forward(q, k, v):
+        return torch.softmax(q @ k.mT * 0.4, -1) @ v
+
+    q, k, v = (torch.randn(2, 4, 11, 8) for _ in range(3))
+    torch._dynamo.reset()
+    with inductor_gqa.enabled(always=True), backend(Seen()) as compiler:
+        ours = torch.compile(forward, backend=compiler)(q, k, v)
+    assert ours.stride() == forward(q, k, v).stride()
+    assert torch.allclose(ours, forward(q, k, v), atol=1e-6)
