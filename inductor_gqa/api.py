@@ -23,7 +23,7 @@ def enable(*, always: bool = False, strict: bool = False) -> None:
     """Fuses attention in everything that `torch.compile` compiles from here on.
 
     always: fuse whatever can be read, on any device and size; by default a site is fused where that
-    was measured to pay. strict: raise `NotFused` at compile time, listing every attention that is
+    is estimated to pay. strict: raise `NotFused` at compile time, listing every attention that is
     left, instead of leaving it silently.
 
     Calling it again changes the settings. A custom joint pass that was set before keeps running,

@@ -1,8 +1,9 @@
 """Whether a site that was read is replaced: what the kernels can do, and what pays on the device at
 hand.
 
-The table of what pays holds measured facts (device, date); a site that is not covered by it is left
-unless `always` is set.
+The sizes from which fusing pays are estimates so far: against plain compile it was measured at one
+size only (a Llama training step of length 1024 on one H200, bench/results), never near the
+thresholds and not on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 # Fewest scores per head (query length times key length) from which fusing pays, by device type.
-# cuda: one H200, torch 2.11. cpu: two cores of an x86 server, torch 2.13.
+# Estimates, see above.
 SMALLEST = {"cuda": 128 * 128, "cpu": 512 * 512}
 
 

@@ -185,10 +185,7 @@ def wrong(
             continue
         error = (x - true).abs().nan_to_num(float("inf")).max().item()
         allowed, largest = (near - true).abs().max().item(), true.abs().max().item()
-        # eager's own error on a handful of values is luck: below four roundings (of q, of a
-        # gradient, of a weight's gradient, of the result; half an eps each) there is nothing to
-        # tell apart
-        if not error <= max(2 * allowed, 2 * eps * largest, torch.finfo(torch.float32).tiny):
+        if not error <= max(2 * allowed, eps * largest, torch.finfo(torch.float32).tiny):
             found.append(
                 f"{name}: error is {error:.3g}, eager {allowed:.3g}, largest {largest:.3g}"
             )
