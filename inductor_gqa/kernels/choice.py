@@ -12,32 +12,22 @@ from typing import Any
 
 import torch
 
-from . import gluon_backward, gluon_forward, rules
+from . import gluon_backward, gluon_forward
 from .forward import collect
 from .plan import Attention, Plan, execute
 from .rotate import plan_rotation
-
-# The Gluon backward was 1.3 times as fast as the plain one (469 against 357 TFLOP/s at D = 128, S =
-# 4096), with the same results for causal attention of equal lengths. Its other shapes, and the
-# launches that rotate before and after it, are tested on the CPU only; it stays off until
-# tests/kernels/test_choice.py has passed on a GPU with it.
-HAS_GLUON_BACKWARD = False
 
 TENSORS = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep", "sink")
 
 
 def is_gluon(attention: Attention) -> bool:
-    """Whether the sm_90 forward takes this; rows that may see no key go to the plain one."""
-    if "key_mask" in attention.tensors or attention.rules & rules.EMPTY_ROWS.value:
-        return False
+    """Whether the sm_90 forward takes this."""
     return gluon_forward.usable(attention) is None
 
 
 def is_gluon_backward(attention: Attention, needs: tuple[bool, bool, bool]) -> bool:
     """Whether the sm_90 backward takes this attention; rotations then have launches of their
     own."""
-    if not HAS_GLUON_BACKWARD:
-        return False
     if not all(needs) or not is_gluon(attention):
         return False
     tensors = {name: x for name, x in attention.tensors.items() if name[:4] not in ("cos_", "sin_")}

@@ -48,6 +48,9 @@ def fill_empty_rows_kernel(
                 at = out_ptr + out[:, None] * E + cols[None, :]
                 value = tl.zeros([BN, E], tl.float32) + mean[None, :]
                 tl.store(at, value.to(out_ptr.dtype.element_ty), mask=is_empty[:, None])
+                # The threads of several warps have read this LSE to know which of their elements to
+                # store: none may find it overwritten.
+                tl.debug_barrier()
                 infinite = tl.full([BN], float("inf"), tl.float32)
                 tl.store(lse_ptr + r * L + rows, infinite, mask=is_empty)
 

@@ -78,11 +78,12 @@ def keys_of(
 
     Tiles end where the last row's band ends, not on a multiple of BN: the diagonal then lies in the
     first tiles visited, whatever the offset, and a last tile that begins before key 0 reads zeros
-    there. At least one tile is visited; it is wholly hidden where there is nothing to see.
+    there. At least one tile is visited; it is wholly hidden where there is nothing to see, and then
+    lies right before key 0 at most: the backward's padding reaches no further.
     """
     end = gl.cdiv(S, BN) * BN
     if HAS_HI:
-        end = gl.minimum(end, row0 + ROWS + band_hi)
+        end = gl.maximum(gl.minimum(end, row0 + ROWS + band_hi), 0)
     begin = row0 * 0
     if HAS_LO:
         begin = gl.maximum(begin, row0 + band_lo)

@@ -1,31 +1,13 @@
 """The kernels that are chosen compute what the reference says, whichever they are."""
 
+import math
+
 import pytest
 import torch
+from kernels.oracle import Case, errors_of
 
 from inductor_gqa import reference
 from inductor_gqa.kernels import choice
-
-DEFAULTS = {
-    "bias": None,
-    "mask": None,
-    "key_mask": None,
-    "keep": None,
-    "sink": None,
-    "softcap": 0.0,
-    "fill": float("-inf"),
-    "fill_adds": False,
-    "keep_scale": 1.0,
-    "precision": "ieee",
-    "band_lo": None,
-}
-
-
-def errors(made, truth):
-    return [
-        float((x.double() - t).abs().max() / t.abs().max())
-        for x, t in zip(made, truth, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -39,28 +21,28 @@ def test_adjoint_tables_turn_back_what_the_tables_turned(interleaved):
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(("L", "S"), [(1000, 1000), (129, 129), (300, 811)])
-@pytest.mark.parametrize("width", [None, "whole", "part"])
-def test_chosen_kernels_equal_the_reference(D, L, S, width):
+@pytest.mark.parametrize("width", ["none", "whole", "part"])
+@pytest.mark.parametrize("padding", ["none", "drop", "absorb"])
+def test_chosen_kernels_equal_fp64(D, L, S, width, padding):
+    """RoPE of the whole head or of interleaved pairs of its first half; causal; padding on the
+    right, which leaves no row empty, or on the left, which empties the first rows."""
     torch.manual_seed(0)
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    keywords = {"scale": D**-0.5, "band_hi": S - L}
+    if width != "none":
+        angles = torch.rand(2, 1, S, D if width == "whole" else D // 2, device="cuda") * 6
+        cos, sin = angles[0].cos().expand(2, -1, -1), angles[1].sin().expand(2, -1, -1)
+        keywords |= {"cos_q": cos[:, :L], "sin_q": sin[:, :L], "cos_k": cos, "sin_k": sin}
+        keywords |= {"rope_start": 0, "rope_interleaved": width == "part"}
+    if padding != "none":
+        keys = torch.arange(S, device="cuda")[None, :]
+        lengths = torch.tensor([[S], [S // 2]], device="cuda")
+        is_right = padding == "drop"
+        keywords["key_mask"] = keys < lengths if is_right else keys >= S - lengths
+        keywords["fill"] = -math.inf if is_right else torch.finfo(torch.bfloat16).min
     q, k, v = make(2, L, 2, 4, D), make(2, S, 2, D), make(2, S, 2, D)
-    g = make(2, L, 2, 4, D)
-    W = {None: 0, "whole": D, "part": D // 2}[width]
-    tables = dict.fromkeys(("cos_q", "sin_q", "cos_k", "sin_k"))
-    if W:
-        cos, sin = make(1, S, W).expand(2, -1, -1), make(1, S, W).expand(2, -1, -1)
-        tables = {"cos_q": cos[:, :L], "sin_q": sin[:, :L], "cos_k": cos, "sin_k": sin}
-    a = DEFAULTS | tables | {"scale": D**-0.5, "band_hi": S - L, "rope_start": 0}
-    a |= {"rope_interleaved": width == "part"}
-    out, lse = choice.attention_forward(q, k, v, **a)
-    made = (out, *choice.attention_backward(g, q, k, v, out, lse, **a))
-    wide = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in a.items()}
-    every = (True, True, True)
-    up = [x.double() for x in (q, k, v)]
-    truth = reference.attention(*up, wide)[0]
-    truth = (truth, *reference.attention_backward(g.double(), *up, wide, every))
-    eager = reference.attention(q, k, v, a)[0]
-    eager = (eager, *reference.attention_backward(g, q, k, v, a, every))
-    for ours, theirs in zip(errors(made, truth), errors(eager, truth), strict=True):
-        # The reference keeps in fp32 what eager and the kernels round between the matmuls.
-        assert ours <= 2 * theirs + 2 * torch.finfo(torch.bfloat16).eps
+    case = Case(q, k, v, keywords, make(2, L, 2, 4, D))
+    out, lse = choice.attention_forward(q, k, v, **keywords)
+    made = choice.attention_backward(case.grad_out, q, k, v, out, lse, **keywords)
+    ours = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), made, strict=True))
+    assert errors_of(case, ours) == []

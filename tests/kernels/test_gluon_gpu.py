@@ -183,13 +183,9 @@ def test_twenty_runs_give_the_same_bits(rules, D):
 
 
 @pytest.mark.parametrize("D", [64, 128])
-def test_agrees_with_the_plain_kernel_over_many_tiles(D):
+def test_equals_fp64_over_many_tiles(D):
     """Many more tiles than programs: order, slots and phases of the walk."""
-    case = case_of(4, 1111, 1333, 4, 8, D, band_hi=222)
-    ours = attention_forward_sm90(case.q, case.k, case.v, **case.keywords)
-    plain = attention_forward(case.q, case.k, case.v, **case.keywords)
-    for a, b in zip(ours, plain, strict=True):
-        torch.testing.assert_close(a, b)
+    assert errors(case_of(4, 1111, 1333, 4, 8, D, band_hi=222)) == []
 
 
 def backward_of(case):
