@@ -24,6 +24,10 @@ from . import ops
 log = logging.getLogger("inductor_gqa")
 
 
+# Tensors with which the op stays a call.
+OPAQUE = ("bias", "mask", "key_mask", "keep", "sink")
+
+
 class _Opaque(Exception):
     """The op stays a call, for this reason."""
 
@@ -67,7 +71,7 @@ def _attention(args: tuple[Any, ...], **more: Any) -> tuple[dict[str, Any], Any]
     from .kernels.plan import Attention
 
     named = dict(zip(ops.NAMES, args, strict=True))
-    for name in ("bias", "mask", "key_mask", "keep", "sink"):
+    for name in OPAQUE:
         if named[name] is not None:
             raise _Opaque(f"{name} is given")
     if named.pop("scale_tensor") is not None:

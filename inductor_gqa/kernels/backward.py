@@ -24,6 +24,7 @@ from inductor_gqa.kernels.plan import (
     execute,
     named_strides,
     score_arguments,
+    to_copy,
 )
 from inductor_gqa.kernels.prepare import delta_kernel, origin_kernel
 from inductor_gqa.kernels.rotate import plan_rotation
@@ -53,16 +54,15 @@ def plan_backward(
     if not any(needs):
         return Plan(gradients, (), ("dq", "dk", "dv"))
 
-    scratch, launches, names = plan_rotation(attention)
+    if use_descriptors is None:
+        use_descriptors = attention.has_descriptors
+    copied = to_copy(tensors, ("q", "grad_out"), use_descriptors) if need_k or need_v else []
+    copied += to_copy(tensors, ("k", "v"), use_descriptors) if need_q else []
+    scratch, launches, names = plan_rotation(attention, copied)
     operands = {**tensors, **scratch}
-    q, k, v, grad_out = (
-        operands[names["q"]],
-        operands[names["k"]],
-        tensors["v"],
-        tensors["grad_out"],
-    )
+    q, k, v, grad_out = (operands[names[name]] for name in ("q", "k", "v", "grad_out"))
     sources, scalars = score_arguments(attention)
-    sources |= {"q_ptr": names["q"], "k_ptr": names["k"], "v_ptr": "v", "grad_out_ptr": "grad_out"}
+    sources |= {f"{name}_ptr": names[name] for name in ("q", "k", "v", "grad_out")}
     sources |= {"dq_ptr": "dq", "dk_ptr": "dk", "dv_ptr": "dv"}
     sources |= {"rest_ptr": "lse", "origin_ptr": "lse", "delta_ptr": "lse"}
     scalars |= (
@@ -74,16 +74,14 @@ def plan_backward(
     per_row = Operand.contiguous((B, K, R, L), torch.float32)
     if need_q or need_k:
         scratch, sources = scratch | {"delta": per_row}, sources | {"delta_ptr": "delta"}
-        launches += (_delta_launch(attention, scalars),)
+        launches += (_delta_launch(attention, names["grad_out"], scalars),)
     if attention.rules & rules.SHIFTED.value:
         scratch |= {"origin": per_row, "rest": per_row}
         launches += (_origin_launch(attention, sources, scalars),)
         sources |= {"origin_ptr": "origin", "rest_ptr": "rest"}
 
-    if use_descriptors is None:
-        use_descriptors = attention.has_descriptors
     if need_k or need_v:
-        streams = {"q_src": (names["q"], q), "grad_out_src": ("grad_out", grad_out)}
+        streams = {"q_src": (names["q"], q), "grad_out_src": (names["grad_out"], grad_out)}
         by_box = use_descriptors and can_describe(q, grad_out)
         config = attention.config("descriptors" if by_box else "pointers")
         parts = [(True, False), (False, True)] if config.splits_keys else [(True, True)]
@@ -98,7 +96,7 @@ def plan_backward(
                     ),
                 )
     if need_q:
-        streams = {"k_src": (names["k"], k), "v_src": ("v", v)}
+        streams = {"k_src": (names["k"], k), "v_src": (names["v"], v)}
         by_box = use_descriptors and can_describe(k, v)
         tiles = attention.config("descriptors" if by_box else "pointers").queries
         grid = -(-L // tiles.BM) * B * K * R
@@ -148,12 +146,12 @@ def _tables(attention: Attention, name: str) -> tuple[dict[str, str], dict[str, 
     return {f"{table}_ptr": f"{table}_{name}" if cos else "q" for table in ("cos", "sin")}, scalars
 
 
-def _delta_launch(attention: Attention, scalars: dict[str, Any]) -> Launch:
+def _delta_launch(attention: Attention, grad_out: str, scalars: dict[str, Any]) -> Launch:
     B, L, _, K, R, *_ = attention.sizes
     return Launch(
         delta_kernel,
         (-(-L // ROWS) * B * K * R,),
-        {"out_ptr": "out", "grad_out_ptr": "grad_out", "delta_ptr": "delta"},
+        {"out_ptr": "out", "grad_out_ptr": grad_out, "delta_ptr": "delta"},
         {name: scalars[name] for name in delta_kernel.arg_names if name in scalars} | {"BM": ROWS},
         num_warps=4,
         num_stages=1,

@@ -24,6 +24,7 @@ from inductor_gqa.kernels.plan import (
     execute,
     named_strides,
     score_arguments,
+    to_copy,
 )
 from inductor_gqa.kernels.rotate import plan_rotation
 from inductor_gqa.kernels.rules import BAND_LO, EMPTY_ROWS, KEEP, SHIFTED, SINK
@@ -222,12 +223,12 @@ def plan_forward(attention: Attention, use_descriptors: bool | None = None) -> P
     """
     tensors = attention.tensors
     B, L, _, K, R, _, E = attention.sizes
-    scratch, launches, names = plan_rotation(attention)
-    operands = {**tensors, **scratch}
-    q, k, v = operands[names["q"]], operands[names["k"]], tensors["v"]
-
     if use_descriptors is None:
         use_descriptors = attention.has_descriptors
+    copied = to_copy(tensors, ("k", "v"), use_descriptors)
+    scratch, launches, names = plan_rotation(attention, copied)
+    operands = {**tensors, **scratch}
+    q, k, v = (operands[names[name]] for name in ("q", "k", "v"))
     use_descriptors = use_descriptors and can_describe(k, v)
     tiles = attention.config("descriptors" if use_descriptors else "pointers").forward
     sources, scalars = score_arguments(attention)
@@ -240,7 +241,7 @@ def plan_forward(attention: Attention, use_descriptors: bool | None = None) -> P
     scalars |= {"BM": tiles.BM, "BN": tiles.BN, "TMA": use_descriptors}
     sources |= {"q_ptr": names["q"], "out_ptr": "out", "lse_ptr": "lse"}
     sources |= {"sink_ptr": "sink" if "sink" in tensors else "q"}
-    streams = {"k_src": (names["k"], k), "v_src": ("v", v)}
+    streams = {"k_src": (names["k"], k), "v_src": (names["v"], v)}
     boxes = described(streams, tiles.BN) if use_descriptors else {}
     pointers = {} if use_descriptors else {name: slot for name, (slot, _) in streams.items()}
     launch = Launch(

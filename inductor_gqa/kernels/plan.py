@@ -34,11 +34,13 @@ class Operand:
         return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.data_ptr() % 16 == 0)
 
     @classmethod
-    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "Operand":
-        strides, step = [], 1
-        for size in reversed(shape):
+    def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype, pitch: int = 0) -> "Operand":
+        """Rows of the last dimension follow each other at `pitch` elements, default its size."""
+        strides, step = [1], pitch or shape[-1]
+        for size in reversed(shape[1:-1]):
             strides.append(step)
             step = step * size
+        strides = [*strides, step] if len(shape) > 1 else strides
         return cls(tuple(shape), tuple(reversed(strides)), dtype)
 
 
@@ -68,8 +70,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`allocate` maps slots to contiguous tensors to create, `results` names the slots that are
-    returned."""
+    """`allocate` maps slots to tensors to create, `results` names the slots that are returned."""
 
     allocate: Mapping[str, Operand]
     launches: tuple[Launch, ...]
@@ -234,6 +235,27 @@ def can_describe(*operands: Operand) -> bool:
     return True
 
 
+def is_streamed(x: Operand) -> bool:
+    """Whether Triton copies tiles of x asynchronously. It moves four bytes or more at a time, and
+    of a stride it knows only whether 16 divides it."""
+    if x.strides[-1] != 1:
+        return False
+    return x.dtype.itemsize >= 4 or (x.is_aligned and all(n % 16 == 0 for n in x.strides[:-1]))
+
+
+def to_copy(tensors: Mapping[str, Operand], names: tuple[str, ...], by_box: bool) -> list[str]:
+    """Which of the named tensors a kernel can stream only after a copy: by box (descriptor) where
+    that is wanted and possible, else through pointers.
+
+    What is not streamed costs registers until they spill. Worse, a narrow chunk of it then lies at
+    a fixed place in shared memory, for which ptxas 12.8 may compute addresses from registers that
+    it never set (wrong numbers and illegal accesses on an H200; 12.9 is right).
+    """
+    if by_box and can_describe(*(tensors[name] for name in names)):
+        return []
+    return [name for name in names if not is_streamed(tensors[name])]
+
+
 def merged_heads(x: Operand) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides as [batch, rows, heads, width]."""
     if len(x.shape) == 4:
@@ -256,7 +278,9 @@ def execute(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tens
     device = tensors["q"].device
     slots = dict(tensors)
     for name, operand in plan.allocate.items():
-        slots[name] = torch.empty(operand.shape, dtype=operand.dtype, device=device)
+        slots[name] = torch.empty_strided(
+            operand.shape, operand.strides, dtype=operand.dtype, device=device
+        )
     for launch in plan.launches:
         arguments: dict[str, Any] = {name: slots[slot] for name, slot in launch.tensors.items()}
         arguments |= {

@@ -1,12 +1,14 @@
 """Rotary embedding: y = x * cos + sign * partner(x) * sin, in fp32, rounded once. Grid: query
 tiles, then key tiles.
 
-One launch writes rotated q_BLKRD and k_BSKD contiguously, so that the attention kernels read both
-straight into the tensor cores: a q that is rotated in the attention's prologue becomes a register
-operand of every product and costs 5 to 20 % there (H200). The adjoint at the end of the file is
-applied by the backward kernels to what they still hold in registers.
+One launch writes rotated q_BLKRD and k_BSKD in the order of their indices, so that the attention
+kernels read both straight into the tensor cores: a q that is rotated in the attention's prologue
+becomes a register operand of every product and costs 5 to 20 % there (H200). The same launch copies
+tensors whose strides keep them from being streamed. The adjoint at the end of the file is applied
+by the backward kernels to what they still hold in registers.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import triton
@@ -69,7 +71,7 @@ def rotate_kernel(
     B, L, S, query_programs,
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     START: tl.constexpr, W_Q: tl.constexpr, W_K: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PITCH: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest: neighbours share the rows of cos and sin in L2.
     pid = tl.program_id(0)
@@ -82,9 +84,9 @@ def rotate_kernel(
             q_ptr + head_offset(b, k, r, stride_q_b, stride_q_k, stride_q_r),
             cos_q_ptr + b.to(tl.int64) * stride_cos_q_b,
             sin_q_ptr + b.to(tl.int64) * stride_sin_q_b,
-            q_out_ptr + (b.to(tl.int64) * L * K * R + k * R + r) * D, rows, L,
+            q_out_ptr + (b.to(tl.int64) * L * K * R + k * R + r) * PITCH, rows, L,
             stride_q_l, stride_q_d, stride_cos_q_l, stride_cos_q_w, stride_sin_q_l, stride_sin_q_w,
-            K * R * D,
+            K * R * PITCH,
             START, W_Q, INTERLEAVED, D, WIDTH,
         )  # fmt: skip
     else:
@@ -96,60 +98,79 @@ def rotate_kernel(
             k_ptr + head_offset(b, k, k, stride_k_b, stride_k_k, 0),
             cos_k_ptr + b.to(tl.int64) * stride_cos_k_b,
             sin_k_ptr + b.to(tl.int64) * stride_sin_k_b,
-            k_out_ptr + (b.to(tl.int64) * S * K + k) * D, rows, S,
+            k_out_ptr + (b.to(tl.int64) * S * K + k) * PITCH, rows, S,
             stride_k_s, stride_k_d, stride_cos_k_s, stride_cos_k_w, stride_sin_k_s, stride_sin_k_w,
-            K * D,
+            K * PITCH,
             START, W_K, INTERLEAVED, D, WIDTH,
         )  # fmt: skip
 
 
 def plan_rotation(
-    attention: Attention,
+    attention: Attention, copied: Collection[str] = ()
 ) -> tuple[dict[str, Operand], tuple[Launch, ...], dict[str, str]]:
-    """Scratch tensors, at most one launch, and which slots the attention reads for q and k."""
+    """Scratch tensors, at most two launches, and which slots the attention reads for q, k, v and
+    grad_out.
+
+    Tensors in `copied` are written anew though nothing turns them, into rows of a multiple of 16.
+    """
     tensors = attention.tensors
     turned = [name for name in ("q", "k") if f"cos_{name}" in tensors]
-    names = {"q": "q", "k": "k"} | {name: f"{name}_rotated" for name in turned}
-    if not turned:
-        return {}, (), names
-    B, L, S, K, R, D, _ = attention.sizes
-    rows = 32
-    programs = {
-        "q": -(-L // rows) * B * K * R if "q" in turned else 0,
-        "k": -(-S // rows) * B * K if "k" in turned else 0,
-    }
-    scalars: dict[str, Any] = named_strides("q", tensors["q"], "blkrd") | named_strides(
-        "k", tensors["k"], "bskd"
-    )
+    names = {name: name for name in ("q", "k", "v", "grad_out")}
+    scratch: dict[str, Operand] = {}
+    launches: tuple[Launch, ...] = ()
+    for pair in (("q", "k"), ("grad_out", "v")):
+        written = [name for name in pair if name in turned or name in copied]
+        if not written:
+            continue
+        names |= {name: f"{name}_rotated" if name in turned else f"{name}_copy" for name in written}
+        made = {names[name]: _row_major(tensors[name]) for name in written}
+        launches += (
+            _launch(attention, pair, turned, names, next(iter(made.values())).strides[-2]),
+        )
+        scratch |= made
+    return scratch, launches, names
+
+
+def _row_major(x: Operand) -> Operand:
+    return Operand.contiguous(x.shape, x.dtype, pitch=-(-x.shape[-1] // 16) * 16)
+
+
+def _launch(
+    attention: Attention,
+    pair: tuple[str, str],
+    turned: list[str],
+    names: dict[str, str],
+    pitch: int,
+) -> Launch:
+    """Writes those of the pair (a tensor with query heads, one with key heads) that have a slot of
+    their own in `names`."""
+    tensors = attention.tensors
+    rows, query_slot, key_slot = 32, *pair
+    B, L, S, K, R, *_ = attention.sizes
+    D = tensors[key_slot].shape[-1]
+    query_programs = -(-L // rows) * B * K * R if names[query_slot] != query_slot else 0
+    key_programs = -(-S // rows) * B * K if names[key_slot] != key_slot else 0
+    scalars: dict[str, Any] = named_strides("q", tensors.get(query_slot), "blkrd")
+    scalars |= named_strides("k", tensors[key_slot], "bskd")
+    given = {name: x for name, x in tensors.items() if name[4:] in turned and name[4:] in pair}
     for name, letters in (("cos_q", "blw"), ("sin_q", "blw"), ("cos_k", "bsw"), ("sin_k", "bsw")):
-        scalars |= named_strides(name, tensors.get(name), letters)
-    scalars |= {"B": B, "L": L, "S": S, "query_programs": programs["q"], "K": K, "R": R, "D": D}
-    scalars |= {
-        "WIDTH": 1 << (D - 1).bit_length(),
-        "START": attention.rope_start,
-        "INTERLEAVED": attention.rope_interleaved,
+        scalars |= named_strides(name, given.get(name), letters)
+    scalars |= {"B": B, "L": L, "S": S, "query_programs": query_programs, "K": K, "R": R, "D": D}
+    scalars |= {"WIDTH": 1 << (D - 1).bit_length(), "ROWS": rows, "PITCH": pitch}
+    scalars |= {"START": attention.rope_start, "INTERLEAVED": attention.rope_interleaved}
+    widths = {x: given[f"cos_{x}"].shape[-1] if f"cos_{x}" in given else 0 for x in ("q", "k")}
+    scalars |= {f"W_{x.upper()}": width for x, width in widths.items()}
+    # What is absent is never read; a parameter must be some pointer.
+    some = key_slot if query_slot not in tensors else query_slot
+    slots = {"q_ptr": some, "k_ptr": key_slot}
+    slots |= {
+        f"{table}_ptr": table if table in given else some
+        for table in ("cos_q", "sin_q", "cos_k", "sin_k")
     }
-    scalars |= {
-        f"W_{name.upper()}": tensors[f"cos_{name}"].shape[-1] if name in turned else 0
-        for name in ("q", "k")
-    }
-    inputs = {
-        f"{name}_ptr": name if name in tensors else "q"
-        for name in ("q", "k", "cos_q", "sin_q", "cos_k", "sin_k")
-    }
-    outputs = {f"{name}_out_ptr": names[name] for name in ("q", "k")}
-    launch = Launch(
-        rotate_kernel,
-        (programs["q"] + programs["k"],),
-        inputs | outputs,
-        scalars | {"ROWS": rows},
-        num_warps=4,
-        num_stages=1,
-    )
-    scratch = {
-        names[name]: Operand.contiguous(tensors[name].shape, tensors[name].dtype) for name in turned
-    }
-    return scratch, (launch,), names
+    slots |= {"q_out_ptr": names[query_slot] if query_programs else some}
+    slots |= {"k_out_ptr": names[key_slot]}
+    grid = (query_programs + key_programs,)
+    return Launch(rotate_kernel, grid, slots, scalars, num_warps=4, num_stages=1)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import bisect
 import contextlib
 from unittest import mock
 
+import numpy as np
 import torch
 from triton.runtime import interpreter
 
@@ -16,14 +17,11 @@ from inductor_gqa.kernels import plan
 
 @contextlib.contextmanager
 def checked_addresses():
-    """Within it, kernels that `plan.execute` launches raise IndexError on the first stray address."""
+    """Yields a `plan.execute` that raises on the first address outside of the plan's tensors."""
     spans = []
     builder = interpreter.InterpreterBuilder
-    plain_load, plain_store, plain_empty = (
-        builder.create_masked_load,
-        builder.create_masked_store,
-        torch.empty,
-    )
+    plain_load, plain_store = builder.create_masked_load, builder.create_masked_store
+    plain_empty, plain_execute = torch.empty_strided, plan.execute
 
     def know(x):
         storage = x.untyped_storage()
@@ -46,13 +44,14 @@ def checked_addresses():
         check("store", ptrs.data, mask.data, ptrs.get_element_ty().primitive_bitwidth // 8 or 1)
         return plain_store(self, ptrs, value, mask, *rest, **named)
 
-    plain_execute = plan.execute
-
     def execute(made, tensors):
         spans.clear()
         for x in tensors.values():
             know(x)
-        with mock.patch.object(torch, "empty", lambda *a, **k: know(plain_empty(*a, **k))):
+        noted = mock.patch.object(
+            torch, "empty_strided", lambda *a, **k: know(plain_empty(*a, **k))
+        )
+        with noted:
             return plain_execute(made, tensors)
 
     with (
@@ -64,8 +63,6 @@ def checked_addresses():
 
 def _groups(addresses, spans):
     """The addresses by the storage that begins before them: (its span, the group's last)."""
-    import numpy as np
-
     starts = np.array([start for start, _ in spans], dtype=np.uint64)
     index = np.searchsorted(starts, addresses, side="right").astype(np.int64) - 1
     if (index < 0).any():

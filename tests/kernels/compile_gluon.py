@@ -7,13 +7,10 @@ own because the interpreter, once asked for, cannot be left within a process.
 
 import importlib
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import triton
+from sass import resources, unset_registers
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -46,18 +43,6 @@ def source_of(kernel, record):
     return GluonASTSource(kernel, signature, constants, attributes)
 
 
-def resources(cubin):
-    """Registers a thread at launch, and stack (spills), of the one kernel in a binary."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "-res-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout + text.stderr)
-    return int(found[1]), int(found[2])
-
-
 def compiled(record):
     kernel = getattr(importlib.import_module(record["module"]), record["kernel"])
     options = {"num_warps": record["num_warps"], "enable_fp_fusion": True}
@@ -70,6 +55,7 @@ def compiled(record):
         "triton": triton.__version__,
         "registers": registers,
         "stack": stack,
+        "unset": unset_registers(result.asm["cubin"]),
         "shared": result.metadata.shared,
         "products": ptx.count("wgmma.mma_async"),
         "copies": ptx.count("cp.async.bulk.tensor"),

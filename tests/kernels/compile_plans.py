@@ -3,18 +3,17 @@ of JSON per launch.
 
 A script of its own because the interpreter, once asked for, cannot be left within a process. CASE
 is for instance `D64-E64-bf16-causal` with any of: causal, window, padded, bias, softcap, keep,
-sink, rope, exact, tf32, pointers.
+sink, rope, exact, tf32, pointers, sliced.
 """
 
+import dataclasses
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import triton
+from sass import resources, unset_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -24,6 +23,12 @@ from inductor_gqa.kernels.plan import Attention, Operand
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.bool: "i1"}
+
+
+def sliced(x):
+    """Strides as if every row had eight more columns: multiples of 16 bytes, not of 16."""
+    wide = Operand.contiguous((*x.shape[:-1], x.shape[-1] + 8), x.dtype)
+    return dataclasses.replace(x, strides=wide.strides)
 
 
 def attention(case, capability):
@@ -40,6 +45,8 @@ def attention(case, capability):
         "grad_out": operand((B, L, K, R, E), dtype),
         "lse": operand((B, K, R, L), torch.float32),
     }
+    if "sliced" in rules:
+        tensors |= {name: sliced(tensors[name]) for name in ("q", "k", "v", "grad_out")}
     numbers = {"scale": D**-0.5, "capability": capability}
     if "causal" in rules:
         numbers |= {"band_hi": 0}
@@ -94,19 +101,6 @@ def source_of(launch, slots):
     return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def resources(cubin):
-    """Registers and stack (spills) of the one kernel in a binary."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout + text.stderr)
-    return int(found[1]), int(found[2])
-
-
 def compiled(case, sm, kernels=None):
     """One record for every distinct kernel that forward and backward of the case launch."""
     subject, use_descriptors = attention(case, (sm // 10, sm % 10))
@@ -138,6 +132,7 @@ def compiled(case, sm, kernels=None):
                 "kernel": name + part,
                 "registers": registers,
                 "stack": stack,
+                "unset": unset_registers(result.asm["cubin"]),
                 "shared": result.metadata.shared,
                 "uses_tma": "cp.async.bulk.tensor" in result.asm["ptx"],
                 "uses_tensor_cores": bool(

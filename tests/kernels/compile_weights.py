@@ -12,7 +12,8 @@ import sys
 
 import torch
 import triton
-from compile_plans import DTYPES, resources, source_of
+from compile_plans import DTYPES, source_of
+from sass import resources, unset_registers
 from triton.backends.compiler import GPUTarget
 
 from inductor_gqa.kernels import weights_backward
@@ -107,6 +108,7 @@ def compiled(case, sm):
             "kernel": launch.kernel.fn.__name__,
             "registers": registers,
             "stack": stack,
+            "unset": unset_registers(result.asm["cubin"]),
             "shared": result.metadata.shared,
             "uses_tma": "cp.async.bulk.tensor" in result.asm["ptx"],
             "uses_wgmma": "wgmma" in result.asm["ptx"],

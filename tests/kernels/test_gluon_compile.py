@@ -106,6 +106,11 @@ def test_no_gluon_kernel_spills():
 
 
 @pytest.mark.slow
+def test_no_gluon_kernel_reads_a_register_that_was_never_set():
+    assert [f"{x['name']}: {x['unset'][0]}" for x in reports() if x["unset"]] == []
+
+
+@pytest.mark.slow
 def test_every_gluon_kernel_fits_shared_memory():
     too_big = [f"{x['name']}: {x['shared']}" for x in reports() if x["shared"] > SHARED_LIMIT]
     assert too_big == []
