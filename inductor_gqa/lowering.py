@@ -1,10 +1,11 @@
-"""Lets Inductor launch our kernels itself: on CUDA, with static shapes, a backward without mask
-tensors becomes its plan of Triton launches.
+"""Lets Inductor launch our kernels itself: on CUDA, with static shapes, an op becomes its plan of
+Triton launches.
 
 The generated code then has no Python op call in it, so that it has less to do per launch and can
 become a CUDA graph or, with the C++ wrapper, run without Python. The layouts are Inductor's own and
 known here, so nothing about strides is assumed. Everything else (other devices, symbolic sizes,
-whatever an Inductor of another release refuses) stays the call of the op, which computes the same.
+kernels in Gluon, whatever an Inductor of another release refuses) stays the call of the op, which
+computes the same.
 
 All private interfaces of Inductor's lowering that this package uses are used in this module.
 """
@@ -24,8 +25,7 @@ from . import ops
 log = logging.getLogger("inductor_gqa")
 
 
-# Tensors with which the op stays a call.
-OPAQUE = ("bias", "mask", "key_mask", "keep", "sink")
+TABLES = ("cos_q", "sin_q", "cos_k", "sin_k")
 
 
 class _Opaque(Exception):
@@ -40,9 +40,15 @@ def install() -> None:
     except ImportError:
         log.info("Inductor's lowering has moved, ops stay calls", exc_info=True)
         return
-    opaque = fallback_handler(ops.attention_backward)
-    lowered = functools.partial(_lowered, _backward, opaque)
-    register_lowering(ops.attention_backward, type_promotion_kind=None)(lowered)
+    for op, planned in (
+        (ops.attention, _forward),
+        (ops.attention_backward, _backward),
+        (ops.attention_weights, _weights),
+        (ops.weights_backward, _weights_backward),
+    ):
+        opaque = fallback_handler(op)
+        lowered = functools.partial(_lowered, planned, opaque)
+        register_lowering(op, type_promotion_kind=None)(lowered)
 
 
 def _lowered(planned: Callable[..., Any], opaque: Callable[..., Any], *args: Any) -> Any:
@@ -52,6 +58,16 @@ def _lowered(planned: Callable[..., Any], opaque: Callable[..., Any], *args: Any
         level = logging.DEBUG if isinstance(why, _Opaque) else logging.INFO
         log.log(level, "an op stays a call: %r", why)
         return opaque(*args)
+
+
+def _forward(*args: Any) -> list[Any]:
+    from .kernels.choice import is_gluon
+    from .kernels.forward import plan_forward
+
+    tensors, attention = _attention(args)
+    if is_gluon(attention):
+        raise _Opaque("Inductor launches no Gluon kernels")
+    return _launched(plan_forward(attention), tensors)
 
 
 def _backward(
@@ -66,35 +82,64 @@ def _backward(
     return _launched(plan_backward(attention, (nq, nk, nv)), tensors)
 
 
+def _weights(*args: Any) -> list[Any]:
+    from .kernels.weights_forward import plan_weights_forward
+
+    tensors, attention = _attention(args[:-1])
+    return _launched(plan_weights_forward(attention, args[-1]), tensors)
+
+
+def _weights_backward(*args: Any) -> list[Any]:
+    from .kernels.weights_backward import WeightsBackward, plan_weights_backward
+
+    names = ("grad_out", "weights", "q", "k", "v", *TABLES)
+    named = dict(zip(names, args, strict=False))
+    scale, group, start, interleaved, precision, *needs = args[len(names) :]
+    tensors, operands, capability = _realized_tensors(named, _table_shapes(named))
+    subject = WeightsBackward(operands, scale, group, start, interleaved, precision, capability)
+    return _launched(plan_weights_backward(subject, (needs[0], needs[1], needs[2])), tensors)
+
+
 def _attention(args: tuple[Any, ...], **more: Any) -> tuple[dict[str, Any], Any]:
     """The tensors as realized Inductor values, and the call without its data."""
     from .kernels.plan import Attention
 
     named = dict(zip(ops.NAMES, args, strict=True))
-    for name in OPAQUE:
-        if named[name] is not None:
-            raise _Opaque(f"{name} is given")
     if named.pop("scale_tensor") is not None:
         raise _Opaque("the scale is a tensor")
+    B, L, K, R, _ = named["q"].get_size()
+    S = named["k"].get_size()[1]
+    shapes = _table_shapes(named) | dict.fromkeys(("bias", "mask", "keep"), (B, K, R, L, S))
+    tensors, operands, capability = _realized_tensors(named | more, shapes | {"key_mask": (B, S)})
+    numbers = {
+        name: value
+        for name, value in named.items()
+        if name not in tensors and (value is not None or name.startswith("band"))
+    }
+    return tensors, Attention(operands, capability=capability, **numbers)
+
+
+def _table_shapes(named: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Leading dims that tables are broadcast to."""
+    lengths = {"q": named["q"].get_size()[:2], "k": named["k"].get_size()[:2]}
+    return {table: tuple(lengths[table[-1]]) for table in TABLES}
+
+
+def _realized_tensors(
+    named: dict[str, Any], shapes: dict[str, tuple[Any, ...]]
+) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]]:
+    """What is a tensor in `named`, in memory and broadcast to its shape; what plans need to know of
+    each; the device's capability."""
     device = named["q"].get_device()
     if device is None or device.type != "cuda":
         raise _Opaque(f"the device is {device}")
-    shape = [int(n) for n in named["q"].get_size()] if _is_static(named["q"]) else None
-    if shape is None:
-        raise _Opaque("sizes are symbolic")
-    B, L = shape[:2]
-    S = named["k"].get_size()[1]
-    wide = {"cos_q": (B, L), "sin_q": (B, L), "cos_k": (B, S), "sin_k": (B, S)}
-    tensors: dict[str, Any] = {}
-    numbers: dict[str, Any] = {}
-    for name, value in (*named.items(), *more.items()):
-        if hasattr(value, "get_size"):
-            tensors[name] = _realized(value, wide.get(name))
-        elif value is not None or name.startswith("band"):
-            numbers[name] = value
+    tensors = {
+        name: _realized(value, shapes.get(name))
+        for name, value in named.items()
+        if hasattr(value, "get_size")
+    }
     operands = {name: _operand(x) for name, x in tensors.items()}
-    capability = torch.cuda.get_device_capability(device)
-    return tensors, Attention(operands, capability=capability, **numbers)
+    return tensors, operands, torch.cuda.get_device_capability(device)
 
 
 def _is_static(value: Any) -> bool:
@@ -118,20 +163,17 @@ def _realized(value: Any, shape: tuple[Any, ...] | None) -> Any:
 
 
 def _operand(value: Any) -> Any:
+    from torch._inductor.virtualized import V
+
     from .kernels.plan import Operand
 
     layout = value.get_layout()
     size = tuple(int(n) for n in layout.size)
     stride = tuple(int(n) for n in layout.stride)
     start = int(layout.offset) * layout.dtype.itemsize
-    return Operand(size, stride, layout.dtype, start % 16 == 0 and not _is_graph_input(value))
-
-
-def _is_graph_input(value: Any) -> bool:
-    """The caller may pass a graph input at any address."""
-    from torch._inductor.virtualized import V
-
-    return value.get_name() in V.graph.graph_inputs
+    # Graph inputs too are aligned unless noted here: Inductor copies those that come otherwise.
+    is_aligned = start % 16 == 0 and value.get_name() not in V.graph.unaligned_buffers
+    return Operand(size, stride, layout.dtype, is_aligned)
 
 
 def _launched(plan: Any, tensors: dict[str, Any]) -> list[Any]:
@@ -146,7 +188,12 @@ def _launched(plan: Any, tensors: dict[str, Any]) -> list[Any]:
         made = empty(list(operand.shape), list(operand.strides), dtype=operand.dtype, device=device)
         slots[name] = made
     for launch in plan.launches:
-        given = {name: _boxed(slots[slot]) for name, slot in launch.tensors.items()}
+        # An empty result is of a gradient that nobody needs and nothing writes.
+        named = {
+            name: "q" if slot in plan.allocate and 0 in plan.allocate[slot].shape else slot
+            for name, slot in launch.tensors.items()
+        }
+        given = {name: _boxed(slots[slot]) for name, slot in named.items()}
         described: dict[str, Any] = {}
         for name, box in launch.descriptors.items():
             given[name] = _viewed(slots[box.slot], box)
