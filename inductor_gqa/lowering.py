@@ -111,7 +111,7 @@ def _attention(args: tuple[Any, ...], **more: Any) -> tuple[dict[str, Any], Any]
     S = named["k"].get_size()[1]
     shapes = _table_shapes(named) | dict.fromkeys(("bias", "mask", "keep"), (B, K, R, L, S))
     tensors, operands, capability = _realized_tensors(named | more, shapes | {"key_mask": (B, S)})
-    numbers = {
+    numbers: dict[str, Any] = {
         name: value
         for name, value in named.items()
         if name not in tensors and (value is not None or name.startswith("band"))
