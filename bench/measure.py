@@ -136,6 +136,26 @@ def take_turns(variants: Sequence[Variant], device: torch.device, rounds: int, s
                 variant.forward_ms += times_ms(variant.forward, device, steps)
 
 
+def graph_time_us(call: Callable[[], object], flush: torch.Tensor, rounds: int) -> float:
+    """Median GPU time of a CUDA graph of the call, each replay after `flush` was written."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+    times = []
+    for _ in range(rounds + 2):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    del kept
+    return statistics.median(times[2:])
+
+
 @contextlib.contextmanager
 def cold_caches() -> Generator[None, None, None]:
     """Caches of this run's own: on a warm cache the pass does not run at all."""

@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from inductor_gqa.kernels.weights_backward import (
     plan_weights_backward,
 )
 from inductor_gqa.kernels.weights_forward import plan_weights_forward
+from measure import graph_time_us
 
 ALWAYS = 2**40
 SMALL, LARGE = Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2)
@@ -55,26 +56,6 @@ SWEPT = {
 # A tf32 operand keeps ten bits of mantissa, half an ulp of which is 2**-11; sums of rounded
 # products differ by little more.
 TF32_FLOOR = 2.0**-10
-
-
-def time_us(call: Callable[[], object], flush: torch.Tensor, rounds: int) -> float:
-    """Median GPU time of a graph that holds the call."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call()
-    times = []
-    for _ in range(rounds + 2):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    del kept
-    return statistics.median(times[2:])
 
 
 def worst(
@@ -199,12 +180,12 @@ def measure(
         return record
     plan = subject.plan(config)
     tensors = getattr(subject, "given", None) or subject.tensors
-    record["us"] = time_us(lambda: execute(plan, tensors), flush, rounds)
+    record["us"] = graph_time_us(lambda: execute(plan, tensors), flush, rounds)
     if has_parts and len(plan.launches) > 1:
         for launch in plan.launches:
             part = replace(plan, launches=(launch,))
             name = launch.kernel.fn.__name__
-            record[name] = time_us(lambda part=part: execute(part, tensors), flush, rounds)
+            record[name] = graph_time_us(lambda part=part: execute(part, tensors), flush, rounds)
     return record
 
 

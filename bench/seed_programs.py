@@ -172,11 +172,10 @@ def attention_forward_075(
 def tables_075(
     position_ids: torch.Tensor, inv_freq: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [B, L, 64]. The angles are an outer product, exact whatever the precision of
-    products."""
+    """cos and sin [B, L, 64]. The angles are an outer product, spelled as a matmul."""
     B = position_ids.shape[0]
     frequencies = inv_freq[None, :, None].expand(B, -1, 1)
-    angles = (frequencies * position_ids[:, None, :].to(inv_freq.dtype)).transpose(1, 2)
+    angles = (frequencies @ position_ids[:, None, :].to(inv_freq.dtype)).transpose(1, 2)
     both = torch.cat((angles, angles), dim=-1)
     return both.cos() * 1.0, both.sin() * 1.0
 

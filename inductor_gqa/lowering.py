@@ -93,7 +93,7 @@ def _weights_backward(*args: Any) -> list[Any]:
     from .kernels.weights_backward import WeightsBackward, plan_weights_backward
 
     names = ("grad_out", "weights", "q", "k", "v", *TABLES)
-    named = dict(zip(names, args, strict=False))
+    named: dict[str, Any] = dict(zip(names, args, strict=False))
     scale, group, start, interleaved, precision, *needs = args[len(names) :]
     tensors, operands, capability = _realized_tensors(named, _table_shapes(named))
     subject = WeightsBackward(operands, scale, group, start, interleaved, precision, capability)
