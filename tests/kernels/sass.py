@@ -15,7 +15,7 @@ import triton
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S+)\s+(.*?);")
 TARGET = re.compile(r"(?:U?P(?:\d|T), )*UR(\d+)")
-WRITES_UNIFORM = re.compile(r"U|R2UR|S2UR|REDUX|CREDUX|SYNCS\.ARRIVES|VOTEU")
+WRITES_UNIFORM = re.compile(r"U|R2UR|S2UR|LDCU|REDUX|CREDUX|SYNCS\.ARRIVES|VOTEU")
 # Pairs of which an instruction reads only one half, the other being the descriptor of an operand
 # that comes from registers.
 DESCRIPTOR = re.compile(r"g?desc\[UR\d+\]")
@@ -57,5 +57,6 @@ def unset_in(text: str) -> list[str]:
         if target:
             first = int(target[1])
             is_pair = ".64" in operation or "WIDE" in operation
-            known |= {first, first + 1} if is_pair else {first}
+            count = 4 if ".128" in operation else 2 if is_pair else 1
+            known |= set(range(first, first + count))
     return found

@@ -12,8 +12,18 @@ SOUND = """
 """
 
 
-def test_sound_code_reads_what_it_set():
-    assert unset_in(SOUND) == []
+SOUND_SM_100 = """
+        /*0080*/                   LDCU.64 UR12, c[0x0][0x358] ;
+        /*0090*/                   LDCU.128 UR8, c[0x0][0x3e0] ;
+        /*00a0*/                   LDCU UR7, c[0x0][0x3f8] ;
+        /*0b90*/                   UIADD3 UR4, UPT, UPT, UR11, UR13, URZ ;
+        /*0c00*/                   IMAD.WIDE.U32 R8, R3, UR7, RZ ;
+"""
+
+
+@pytest.mark.parametrize("sound", [SOUND, SOUND_SM_100], ids=["sm_90", "sm_100"])
+def test_sound_code_reads_what_it_set(sound):
+    assert unset_in(sound) == []
 
 
 @pytest.mark.parametrize(
