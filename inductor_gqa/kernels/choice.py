@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 
-from . import gluon_backward, gluon_forward
+from . import decode, decode_tiles, gluon_backward, gluon_forward
 from .forward import collect
 from .plan import Attention, Plan, execute
 from .rotate import plan_rotation
+
+# The forward that splits the keys of few queries has run in the interpreter and compiled, no more:
+# off until tests/kernels/test_decode.py has passed on a GPU with it.
+HAS_DECODE = False
 
 TENSORS = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep", "sink")
 
@@ -37,6 +41,12 @@ def is_gluon_backward(attention: Attention, needs: tuple[bool, bool, bool]) -> b
     return gluon_backward.usable_backward(bare) is None
 
 
+def is_decode(attention: Attention, multiprocessors: int) -> bool:
+    """Whether the keys are split over programs: few queries, or a grid that leaves most of the
+    device idle."""
+    return HAS_DECODE and decode_tiles.pays(attention, multiprocessors)
+
+
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,6 +54,8 @@ def attention_forward(
     from .forward import attention_forward as plain
 
     given, attention, numbers = _parts(q, k, v, arguments)
+    if is_decode(attention, decode.multiprocessors_of(q.device)):
+        return decode.attention_decode(q, k, v, **arguments)
     if not is_gluon(attention):
         return plain(q, k, v, **arguments)
     tables = {name: given[name] for name in TENSORS if name in given}
