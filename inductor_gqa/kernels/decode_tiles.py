@@ -22,6 +22,7 @@ ENOUGH = 0.9  # of the best use of the device: what a larger number of splits ad
 # By the width class of max(D, E).
 ROWS_16 = {64: Tiles(16, 64, 4, 4), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)}
 ROWS_64 = {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 8, 3)}
+ROWS_64_AMPERE = {128: Tiles(64, 64, 8, 3)}
 TF32 = {64: Tiles(16, 64, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 4, 2)}
 IEEE = {64: Tiles(16, 64, 4, 2), 128: Tiles(16, 32, 4, 2), 256: Tiles(16, 16, 8, 1)}
 SHARED_BYTES = {8: 164 * 1024, 9: 228 * 1024, 10: 228 * 1024}  # of a multiprocessor
@@ -48,7 +49,7 @@ def _tiles(
         return (TF32 if precision == "tf32" else IEEE)[width]
     if rows <= 16:
         return ROWS_16[width]
-    tiles = ROWS_64[width]
+    tiles = (ROWS_64 if capability >= (9, 0) else ROWS_64 | ROWS_64_AMPERE)[width]
     return tiles._replace(BM=min(rows, tiles.BM))
 
 
