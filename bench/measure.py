@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,22 +138,42 @@ def take_turns(variants: Sequence[Variant], device: torch.device, rounds: int, s
 
 def graph_time_us(call: Callable[[], object], flush: torch.Tensor, rounds: int) -> float:
     """Median GPU time of a CUDA graph of the call, each replay after `flush` was written."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call()
-    times = []
-    for _ in range(rounds + 2):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    del kept
-    return statistics.median(times[2:])
+    return statistics.median(replayed_us({"": call}, rounds, empty_cache=flush.zero_)[""])
+
+
+def replayed_us(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 2,
+    empty_cache: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Microseconds of CUDA graphs of the calls, which take turns, each behind `empty_cache`.
+
+    By default that is a read that empties L2: lines that a write leaves there go to memory at the
+    expense of what is timed.
+    """
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, object]] = {}
+    for name, call in calls.items():
+        call()  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = call()
+        graphs[name] = graph, results
+    if empty_cache is None:
+        empty_cache = torch.zeros(2**26, device="cuda").sum  # 256 MiB, several times any L2
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(warm_up + rounds):
+        for name, (graph, _) in graphs.items():
+            empty_cache()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= warm_up:
+                found[name].append(1e3 * begin.elapsed_time(end))
+    return found
 
 
 @contextlib.contextmanager
