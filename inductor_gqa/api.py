@@ -101,7 +101,7 @@ def explain(
     with (
         enabled(always=always),
         inductor_config.patch(force_disable_caches=True),
-        report.collected() as found,
+        report.collected(details=True) as found,
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings(

@@ -23,6 +23,7 @@ MAX_HEAD_DIM = 256
 # Fewest scores per head (query length times key length) from which fusing pays, by device type.
 # Estimates, see above.
 SMALLEST = {"cuda": 128 * 128, "cpu": 512 * 512}
+UNKNOWN = 1 << 30  # a size of which nothing is known: large enough to fuse
 
 
 def unsupported(site: Site | Given) -> str | None:
@@ -68,8 +69,10 @@ def hint(size: Any) -> int:
     context = TracingContext.try_get()
     env = context.fake_mode.shape_env if context and context.fake_mode else None
     if env is None:
-        return 1 << 30
+        return UNKNOWN
     try:
-        return int(env.size_hint(size))  # type: ignore[arg-type]
-    except Exception:  # the name of the lookup is private and has moved between releases
-        return 1 << 30
+        # The lookup has moved between releases: the second name warns from 2.13 on.
+        look_up = getattr(env, "guarding_hint_or_throw", None) or env.size_hint
+        return int(look_up(size))  # type: ignore[arg-type]
+    except Exception:
+        return UNKNOWN

@@ -20,7 +20,8 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from . import decide, report, rewrite, rewrite_given
+from . import decide, reading, report, rewrite, rewrite_given
+from .costs import costs
 from .patterns.anchors import Softmax, row_sums, softmaxes
 from .patterns.attention import Forward, arrangements, read_forward, without_sink
 from .patterns.axes import Unread
@@ -30,6 +31,7 @@ from .patterns.operands import MATMULS, moved_users
 from .patterns.summary import describe, describe_given
 from .patterns.values import ValueNumbers
 from .site import Site
+from .subgraph import Change, Watch
 
 log = logging.getLogger("inductor_gqa")
 
@@ -158,6 +160,8 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     left: list[report.Record] = []
     replaced: set[torch.fx.Node] = set()
     for anchor, site, reason, seconds in plans:
+        details = _details(site) if report.wants_details() else {}
+        watch = Watch(graph) if report.wants_details() else None
         start = time.perf_counter()
         if site is not None and _tensors(site) & replaced:
             # It reads what an earlier site has replaced, as where one attention's output is the
@@ -171,6 +175,8 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
         record = _record(anchor, site, reason, graph, seconds + time.perf_counter() - start)
         if record is None:
             continue
+        if watch is not None:
+            record = _detailed(record, anchor, details, watch.change())
         report.add(record)
         if not record.fused:
             left.append(record)
@@ -246,6 +252,26 @@ def _record(
         isinstance(site, Given) or (site is not None and site.gradients is not None),
         seconds,
     )
+
+
+def _details(site: Site | Given | None) -> dict[str, Any]:
+    """What a report says of a site beyond its record, taken before the graph is changed."""
+    if site is None:
+        return {}
+    try:
+        found = costs(site)
+        return {**(vars(found) if found else {}), "reading": reading.lines(site)}
+    except Exception:  # a report must never break a user's compile
+        log.warning("a site's details cannot be told", exc_info=True)
+        return {}
+
+
+def _detailed(
+    record: report.Record, anchor: Anchor, details: dict[str, Any], change: Change
+) -> report.Record:
+    node = anchor.weights if isinstance(anchor, Softmax) else anchor
+    source = report.source_of(node)
+    return report.detailed(record, source=source, gone=change.gone, come=change.come, **details)
 
 
 def _feeds_matmul(softmax: Softmax) -> bool:

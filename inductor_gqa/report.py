@@ -1,5 +1,5 @@
-"""What happened to each attention: fused or left, as what, and why. Prints as a table; the log
-shows the same records."""
+"""What happened to each attention: fused or left, as what, and why. Prints as at most three lines
+a site and shows as a page in a notebook (page.py); the log has the same records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,46 @@ import re
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from .sizes import bytes_as_text, flops_as_text
+
 log = logging.getLogger("inductor_gqa")
+
+
+@dataclass(frozen=True)
+class Details:
+    """What explain() adds to a record.
+
+    source: the user's line. score_matrices, score_bytes, flops, visible: as in costs.Costs.
+    reading: (what, how it was read). gone, come: operations that the rewrite takes out and puts in.
+    """
+
+    source: str = ""
+    score_matrices: int = 0
+    score_bytes: int = 0
+    flops: int = 0
+    visible: float = 1.0
+    reading: tuple[tuple[str, str], ...] = ()
+    gone: tuple[str, ...] = ()
+    come: tuple[str, ...] = ()
+
+    def costs(self, fused: bool) -> str:
+        """E.g. "4 score matrices of 32.0 MiB in all leave the graph, 1.1 GFLOP, 50% visible"."""
+        parts: list[str] = []
+        if self.score_matrices:
+            size = bytes_as_text(self.score_bytes)
+            way = "leave the graph" if fused else "stay in the graph"
+            parts.append(f"{self.score_matrices} score matrices of {size} in all {way}")
+        if self.flops:
+            parts.append(f"{flops_as_text(self.flops)} in matmuls")
+        if self.visible < 1:
+            parts.append(f"{self.visible:.0%} of the scores inside the band")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -27,14 +62,33 @@ class Record:
     direction: str  # "inference" or "training"
     has_backward: bool
     seconds: float = 0.0
+    details: Details = Details()
 
     def __str__(self) -> str:
         if self.fused:
             return f"{self.place} fused ({self.direction}): {self.summary}"
         return f"{self.place} left ({self.direction}): {self.reason}"
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """One to three lines: place and source; what was recognised, or why it was left; costs."""
+        state = "fused" if self.fused else "left"
+        what = self.summary if self.fused else self.reason or ""
+        costs = self.details.costs(self.fused)
+        first = f"{self.place} {state} ({self.direction}): {self.details.source}".rstrip(": ")
+        return (first, f"    {what}", *([f"    {costs}"] if costs else []))
 
-@dataclass
+    def as_data(self) -> dict[str, Any]:
+        """The record for JSON, without the lists of operations."""
+        data = asdict(self)
+        details = data.pop("details")
+        for name in ("gone", "come"):
+            details.pop(name)
+        details["reading"] = dict(self.details.reading)
+        return {**data, **details}
+
+
+@dataclass(eq=False)  # collecting tells reports apart by identity
 class Report:
     """Records of one or several compiles, in the order of the graphs."""
 
@@ -48,51 +102,81 @@ class Report:
     def left(self) -> int:
         return len(self.sites) - self.fused
 
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of the score matrices that leave the graphs."""
+        return sum(site.details.score_bytes for site in self.sites if site.fused)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the matmuls of the fused sites."""
+        return sum(site.details.flops for site in self.sites if site.fused)
+
+    def alike(self) -> list[tuple[Record, int]]:
+        """Each record once, with how many there are like it: layers of a model read the same."""
+        counts: dict[tuple[str, ...], list[Any]] = {}
+        for site in self.sites:
+            counts.setdefault(site.lines, [site, 0])[1] += 1
+        return [(record, count) for record, count in counts.values()]
+
     def __str__(self) -> str:
         if not self.sites:
             return "no attention found"
-        rows = [("place", "", "graph", "what was recognised, or why it was left")]
-        rows += [
-            (
-                s.place,
-                "fused" if s.fused else "left",
-                s.direction,
-                s.summary if s.fused else s.reason or "",
-            )
-            for s in self.sites
-        ]
-        widths = [max(len(row[k]) for row in rows) for k in range(3)]
-        lines = [
-            "  ".join(
-                [*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]
-            ).rstrip()
-            for row in rows
-        ]
-        lines.insert(1, "  ".join("-" * w for w in (*widths, 40)))
-        return "\n".join([*lines, f"{self.fused} fused, {self.left} left"])
+        lines: list[str] = []
+        for record, count in self.alike():
+            first, *rest = record.lines
+            lines += [f"{count} x {first}" if count > 1 else first, *rest]
+        total = f"{self.fused} fused, {self.left} left"
+        if self.score_bytes:
+            size = bytes_as_text(self.score_bytes)
+            lines.append(f"score matrices that leave the graph: {size} in all")
+        return "\n".join([*lines, total])
 
     def to_json(self) -> str:
         return json.dumps(
-            {"fused": self.fused, "left": self.left, "sites": [asdict(s) for s in self.sites]}
+            {
+                "fused": self.fused,
+                "left": self.left,
+                "score_bytes": self.score_bytes,
+                "flops": self.flops,
+                "sites": [site.as_data() for site in self.sites],
+            }
         )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from .page import fragment
+
+        return fragment(self)
+
+    def save(self, path: str | Path, title: str = "inductor_gqa report") -> None:
+        """Writes a page of HTML that needs no other file and no network."""
+        from .page import page
+
+        Path(path).write_text(page(self, title), encoding="utf-8")
 
 
 _lock = threading.Lock()
 _collecting: list[Report] = []
+_detailing = 0
 _seconds = 0.0
 
 
 @contextmanager
-def collected() -> Generator[Report, None, None]:
-    """Collects the records of the passes that run inside."""
+def collected(details: bool = False) -> Generator[Report, None, None]:
+    """Collects the records of the passes that run inside; with details (which take time) where
+    asked for."""
+    global _detailing
     report = Report()
     with _lock:
         _collecting.append(report)
+        _detailing += details
     try:
         yield report
     finally:
         with _lock:
             _collecting.remove(report)
+            _detailing -= details
 
 
 def add(record: Record) -> None:
@@ -100,6 +184,14 @@ def add(record: Record) -> None:
         for report in _collecting:
             report.sites.append(record)
     log.info("%s", record)
+
+
+def wants_details() -> bool:
+    return _detailing > 0
+
+
+def detailed(record: Record, **details: Any) -> Record:
+    return replace(record, details=replace(record.details, **details))
 
 
 def add_seconds(seconds: float) -> None:
@@ -115,9 +207,24 @@ def pass_seconds() -> float:
 
 def place_of(node: torch.fx.Node) -> str:
     """The user's file:line that a node comes from, or the node's name."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    place, _ = _frame_of(node)
+    return place or node.name
+
+
+def source_of(node: torch.fx.Node) -> str:
+    """The user's line that a node comes from, "" where it is not known."""
+    _, source = _frame_of(node)
+    return source
+
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+).*(?:\n(?!\s*File ")[ \t]*(\S.*))?')
+
+
+def _frame_of(node: torch.fx.Node) -> tuple[str, str]:
+    """(file:line, source) of the innermost frame outside torch."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
     own = [f for f in frames if "/torch/" not in f[0]]
-    if not own and not frames:
-        return node.name
-    path, line = (own or frames)[-1]
-    return f"{path.rsplit('/', 1)[-1]}:{line}"
+    if not frames:
+        return "", ""
+    path, line, source = (own or frames)[-1]
+    return f"{path.rsplit('/', 1)[-1]}:{line}", source.strip()

@@ -24,8 +24,7 @@ def describe(site: Site) -> str:
         parts.append("sinks")
     if site.softcap:
         parts.append(f"softcap {site.softcap:g}")
-    if site.weights:
-        parts.append("weights returned")
+    parts.append("returns the weights" if site.weights else "returns no weights")
     if site.gradients is not None:
         found = site.gradients
         names = [n for n, t in (("q", found.q), ("k", found.k), ("v", found.v)) if t]

@@ -42,6 +42,8 @@ def example_inputs():
     angles = torch.arange(20.0)[:, None] * torch.rand(8)
     angles = torch.cat((angles, angles), dim=-1)
     q, k, v = torch.randn(1, 4, 20, 16), torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16)
+    for x in (q, k, v):
+        x.requires_grad_()
     return q, k, v, angles.cos(), angles.sin()
 """
 
@@ -150,7 +152,8 @@ def test_explain_suggests_an_architecture_for_a_mistyped_one(capsys):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("nothing_to_split", "accepted module:name or file.py:name"),
+        ("my_model.py", "accepted module:name, file.py:name or an architecture's name"),
+        ("nothing_to_split", "a callable of your own is module:name or file.py:name"),
         ("no_such_module_here:f", "no_such_module_here cannot be imported"),
         ("no_such_file.py:f", "there is no file no_such_file.py"),
         ("math:no_such_name", "math has no no_such_name"),
@@ -171,6 +174,48 @@ def test_explain_fuses_a_function_in_a_file_in_both_directions(capsys, tmp_path)
         (site,) = report["sites"]
         assert site["fused"]
         assert site["place"].startswith("my_attention.py:")
+        assert site["source"].startswith("weights = torch.softmax(")
+        assert "4 query / 2 key-value heads of 16, rotate-half RoPE" in site["summary"]
+        assert site["score_bytes"] == site["score_matrices"] * 4 * 20 * 20 * 4
+
+
+def test_explain_takes_at_most_three_lines_a_site(capsys, tmp_path):
+    file = tmp_path / "my_attention.py"
+    file.write_text(ATTENTION_FILE)
+    target = [f"{file}:attention", "--inputs", "example_inputs", "--device", "cpu"]
+    for options, code in (("--always", 0), ("--no-always", 1)):
+        asked = [*target, "--direction", "inference", options]
+        assert main(["explain", *asked]) == code
+        title, *lines, total = capsys.readouterr().out.strip().splitlines()
+        assert title == "inference"
+        assert total == ("1 fused, 0 left" if code == 0 else "0 fused, 1 left")
+        assert lines[0].startswith("my_attention.py:")
+        assert len([line for line in lines if not line.startswith("score matrices that")]) <= 3
+
+
+def test_explain_writes_a_page(capsys, tmp_path):
+    file, page = tmp_path / "my_attention.py", tmp_path / "page.html"
+    file.write_text(ATTENTION_FILE)
+    target = [f"{file}:attention", "--inputs", "example_inputs", "--device", "cpu", "--always"]
+    assert main(["explain", *target, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "(inference)" in text
+    assert "(training)" in text
+
+
+@pytest.mark.parametrize("arguments", [["llama"], ["--model", "llama"]])
+def test_explain_takes_an_architecture_by_its_bare_name(arguments, capsys, monkeypatch):
+    from inductor_gqa.cli import explain
+
+    asked = []
+
+    def stop(name: str, *_):
+        asked.append(name)
+        raise explain.CommandError("enough")
+
+    monkeypatch.setattr(explain, "_call_of_architecture", stop)
+    assert main(["explain", *arguments]) == 2
+    assert asked == ["llama"]
 
 
 @pytest.mark.slow

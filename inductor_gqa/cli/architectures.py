@@ -40,7 +40,10 @@ def causal_lm(name: str, sizes: dict[str, Any]) -> Any:
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known, n=3, cutoff=0.5)
         hint = f", near: {', '.join(near)}" if near else ""
-        raise CommandError(f"Transformers {transformers.__version__} has no model {name!r}{hint}")
+        raise CommandError(
+            f"Transformers {transformers.__version__} has no model {name!r}{hint}; "
+            "a callable of your own is module:name or file.py:name"
+        )
     stock = transformers.AutoConfig.for_model(model_type)
     text = stock.get_text_config()
     if text is not stock:  # a model of several towers: its language model is what attends causally

@@ -1,12 +1,18 @@
 """Say for each attention of a model whether it is fused, and why not.
 
-TARGET is module:name or file.py:name. `name` is a model, a function, or a class or function that
-makes one when called without arguments (--make). Its arguments come from --inputs, a function
-without arguments in the same place that returns a tuple, a dict, or a pair of both. With --model
-an architecture of Transformers is built instead: two layers, random weights.
+TARGET is module:name, file.py:name or an architecture of Transformers by name. `name` is a model,
+a function, or a class or function that makes one when called without arguments (--make). Its
+arguments come from --inputs, a function without arguments in the same place that returns a tuple, a
+dict, or a pair of both. In training a function's arguments that require gradients get them, or all
+if none does: let rotary tables and masks require none, as in a model. An architecture (llama, or
+--model llama) is built with two layers and random weights; nothing is downloaded.
+
+A site takes up to three lines: source line, fused or left; what was recognised, or why it was left;
+memory of the score matrices and FLOPs. The exit code is 1 where a site was left or none was found.
 
 examples:
   inductor-gqa explain --model qwen2
+  inductor-gqa explain llama --html report.html
   inductor-gqa explain my_model.py:Attention --make --inputs example_inputs
   inductor-gqa explain package.module:attention --inputs tests.data:tensors --direction training
 """
@@ -20,6 +26,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from inductor_gqa.cli.terminal import CommandError, paint, print_json, progress
@@ -33,7 +40,9 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A target or an architecture, and in which directions it is read."""
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="module:name or file.py:name")
+    parser.add_argument(
+        "target", nargs="?", metavar="TARGET", help="module:name, file.py:name or an architecture"
+    )
     parser.add_argument(
         "--model", metavar="NAME", help="an architecture of Transformers: llama, ..."
     )
@@ -48,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="right",
         help="the attention mask that --model is given (default: right)",
     )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all details")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if any")
     parser.add_argument(
         "--always",
@@ -57,32 +67,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 when a site was left or no attention was found."""
+    """Returns 1 when a site was left or no attention was found, in either direction."""
     if (args.target is None) == (args.model is None):
         raise CommandError("name one thing to explain: a TARGET, or an architecture with --model")
+    target, architecture = args.target, args.model
+    if target is not None and not set(target) & set(":./\\"):  # a bare name
+        target, architecture = None, target
     import torch
     from torch.utils import _pytree as pytree
 
     import inductor_gqa
+    from inductor_gqa import report as reports_of
     from inductor_gqa.cli.measure import default_device
 
     device = torch.device(args.device) if args.device else default_device()
-    always = args.model is not None if args.always is None else args.always
-    if args.model is not None:
-        fn, inputs, named = _call_of_architecture(args.model, args.padding, device)
+    always = architecture is not None if args.always is None else args.always
+    if target is None:
+        fn, inputs, named = _call_of_architecture(architecture, args.padding, device)
     else:
-        fn, inputs, named = _call_of_target(args.target, args.inputs, args.make, device)
+        fn, inputs, named = _call_of_target(target, args.inputs, args.make, device)
     reports: dict[str, Any] = {}
     for direction in DIRECTIONS if args.direction == "both" else (args.direction,):
         is_training = direction == "training"
         if isinstance(fn, torch.nn.Module):
             fn.train(is_training)
         elif is_training:
-            for tensor in pytree.tree_leaves((inputs, named)):
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            leaves = pytree.tree_leaves((inputs, named))
+            floats = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            if not any(tensor.requires_grad for tensor in floats):
+                for tensor in floats:
                     tensor.requires_grad_()
         with progress(f"reading, {direction}"), torch.set_grad_enabled(is_training):
             reports[direction] = inductor_gqa.explain(fn, *inputs, always=always, **named)
+    if args.html is not None:
+        every = [site for report in reports.values() for site in report.sites]
+        reports_of.Report(every).save(args.html, f"inductor_gqa: {architecture or target}")
     if args.json:
         print_json({direction: report_as_data(report) for direction, report in reports.items()})
     else:
@@ -119,7 +138,9 @@ def _call_of_target(target: str, inputs: str | None, is_made: bool, device: torc
 
     module, _, name = target.rpartition(":")
     if not module or not name:
-        raise CommandError(f"TARGET is {target!r}, accepted module:name or file.py:name")
+        raise CommandError(
+            f"TARGET is {target!r}, accepted module:name, file.py:name or an architecture's name"
+        )
     fn = _load(module, name)
     if is_made or isinstance(fn, type):
         fn = fn()

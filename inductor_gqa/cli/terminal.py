@@ -10,6 +10,8 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from inductor_gqa import sizes
+
 COLOURS = {"green": "32", "red": "31", "yellow": "33", "bold": "1", "dim": "2"}
 
 
@@ -59,11 +61,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def bytes_as_text(count: int | None) -> str:
     """A number of bytes for a person, or a dash where it is not known."""
-    if count is None:
-        return "-"
-    if count >= 2**30:
-        return f"{count / 2**30:.2f} GiB"
-    return f"{count / 2**20:.1f} MiB"
+    return "-" if count is None else sizes.bytes_as_text(count)
 
 
 @contextmanager
