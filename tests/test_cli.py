@@ -111,6 +111,47 @@ def test_doctor_names_the_command_that_mends(capsys, monkeypatch):
     assert "pip install triton" in capsys.readouterr().out
 
 
+def test_doctor_says_what_cannot_be_written(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: path != str(tmp_path))
+    assert main(["doctor"]) == 1
+    assert "set TORCHINDUCTOR_CACHE_DIR" in capsys.readouterr().out
+
+
+def test_doctor_sends_an_owner_of_a_gpu_to_a_cuda_build(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert "pytorch.org/get-started" in doctor.check_gpu().mend
+
+
+@pytest.mark.parametrize(
+    ("capability", "state", "works"),
+    [((9, 0), "ok", True), ((8, 0), "note", True), ((7, 5), "note", False)],
+)
+def test_doctor_tells_apart_gpus_run_untried_and_too_old(capability, state, works, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    found = doctor.check_gpu()
+    assert (found.state, found.works) == (state, works)
+
+
+@pytest.mark.slow
+def test_doctor_tries_and_compares_with_eager(capsys):
+    assert main(["doctor", "--try", "--json"]) == 0
+    (trial,) = [f for f in json_of(capsys)["findings"] if f["name"] == "trial"]
+    assert trial["value"].startswith("fused on")
+
+
+def test_doctor_fails_where_the_trial_is_wrong(capsys, monkeypatch):
+    from inductor_gqa.cli.trial import attention as plain
+
+    monkeypatch.setattr(torch, "compile", lambda fn: lambda *args: plain(*args) * 1.01)
+    assert main(["doctor", "--try"]) == 1
+    assert "further off than twice eager" in capsys.readouterr().out
+
+
 # bench
 
 
@@ -142,6 +183,15 @@ def test_explain_wants_one_thing_to_explain(capsys):
     assert main(["explain"]) == 2
     assert main(["explain", "a:b", "--model", "llama"]) == 2
     assert capsys.readouterr().err.count("name one thing to explain") == 2
+
+
+def test_explain_shows_an_error_of_the_users_code_as_exit_code_4(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def broken():\n    raise ZeroDivisionError('mine')\n")
+    assert main(["explain", f"{file}:broken"]) == 4
+    message = capsys.readouterr().err
+    assert "ZeroDivisionError: mine" in message
+    assert f"error: {file}:broken raised" in message
 
 
 def test_explain_suggests_an_architecture_for_a_mistyped_one(capsys):

@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json(summaries)
         else:
-            print(table(["name", "what it measures"], [[*row] for row in summaries.items()]))
+            rows = [[*row] for row in summaries.items()]
+            print(table(["name", "what it does"], rows, words=2))
         return 0
     name = args.name.removesuffix(".py").replace("-", "_")
     if name not in scripts:

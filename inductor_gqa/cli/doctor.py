@@ -1,7 +1,9 @@
 """Check this machine: what works, what does not, and how to mend it.
 
-Looks at versions, the compilers that torch.compile needs, the GPU and Triton. Nothing is compiled
-or changed. The exit code is 0 when attention can be fused on at least the CPU.
+Looks at versions, the compilers that torch.compile needs, its cache folder, the GPU and Triton.
+Nothing is compiled or changed. With --try a small attention is compiled, fused, run forward and
+backward and compared with eager on the device at hand: some seconds. The exit code is 0 when
+attention can be fused on at least the CPU, and with --try when it was and the results are right.
 """
 
 from __future__ import annotations
@@ -11,15 +13,19 @@ import dataclasses
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Callable
 
 from inductor_gqa.cli.measure import version_of
-from inductor_gqa.cli.terminal import paint, print_json, table
+from inductor_gqa.cli.terminal import paint, print_json, progress, table
 
 OK, NOTE, FAILED = "ok", "note", "failed"
 COLOURS = {OK: "green", NOTE: "yellow", FAILED: "red"}
 LOWEST_TORCH = (2, 11)
 LOWEST_CAPABILITY = (8, 0)
+# What results and tests come from; others may work and are not known to.
+RUN_ON_TORCH = ((2, 11), (2, 13))
+RUN_ON_CAPABILITY = ((9, 0),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +36,22 @@ class Finding:
     value: str
     state: str = OK
     mend: str = ""
+    works: bool = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """doctor has no options of its own."""
+    """Looking changes nothing; trying compiles."""
+    parser.add_argument(
+        "--try", dest="is_tried", action="store_true", help="fuse, run and compare an attention"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 when a finding says that attention cannot be fused here at all."""
     findings = [check() for check in CHECKS]
+    if args.is_tried and all(finding.state != FAILED for finding in findings):
+        with progress("fusing, running and comparing an attention"):
+            findings.append(check_by_trying())
     is_usable = all(finding.state != FAILED for finding in findings)
     works = what_works(findings) if is_usable else {}
     if args.json:
@@ -50,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0 if is_usable else 1
-    print(table(["", "found"], [[finding.name, finding.value] for finding in findings]))
+    rows = [[finding.name, finding.value] for finding in findings]
+    print(table(["", "found"], rows, words=2))
     for finding in findings:
         if finding.mend:
             print(
@@ -67,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
 def what_works(findings: list[Finding]) -> dict[str, str]:
     """One line for each way to run, given findings of which none failed."""
     state = {finding.name: finding.state for finding in findings}
-    has_gpu = state["GPU"] == OK and state["Triton"] == OK
+    gpu = next(finding for finding in findings if finding.name == "GPU")
+    has_gpu = gpu.works and state["Triton"] == OK
     no = "not here, see the notes above"
     return {
         "inference and training on the GPU": "our Triton kernels" if has_gpu else no,
@@ -101,6 +116,11 @@ def check_torch() -> Finding:
     if not hasattr(inductor_config, "joint_custom_pre_pass"):
         mend = "this release has no joint_custom_pre_pass: use torch 2.11 to 2.14"
         return Finding("torch", version, FAILED, mend)
+    if numbers not in RUN_ON_TORCH:
+        mend = (
+            "untried: results and tests come from 2.11 and 2.13; doctor --try compares with eager"
+        )
+        return Finding("torch", version, NOTE, mend)
     return Finding("torch", version)
 
 
@@ -122,6 +142,17 @@ def check_compiler() -> Finding:
     return Finding("C++ compiler", "none", NOTE, mend)
 
 
+def check_cache() -> Finding:
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    existing = folder
+    while not os.path.exists(existing) and os.path.dirname(existing) != existing:
+        existing = os.path.dirname(existing)
+    if os.access(existing, os.W_OK):
+        return Finding("compile cache", folder)
+    mend = "torch.compile cannot write there: set TORCHINDUCTOR_CACHE_DIR to a folder of yours"
+    return Finding("compile cache", folder, FAILED, mend)
+
+
 def check_triton() -> Finding:
     version = version_of("triton")
     if version is None:
@@ -138,13 +169,22 @@ def check_gpu() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        if torch.version.cuda is None:
-            return Finding("GPU", "none", NOTE, "this torch is built without CUDA: CPU only")
-        return Finding("GPU", "none", NOTE, "torch sees no CUDA GPU: CPU only; check nvidia-smi")
+        if torch.version.cuda is not None:
+            mend = "torch sees no CUDA GPU: CPU only; does nvidia-smi, and CUDA_VISIBLE_DEVICES?"
+            return Finding("GPU", "none", NOTE, mend, False)
+        mend = "this torch is built without CUDA: CPU only"
+        if shutil.which("nvidia-smi"):
+            mend += "; nvidia-smi is here: take a CUDA build of torch, see pytorch.org/get-started"
+        return Finding("GPU", "none", NOTE, mend, False)
     capability = torch.cuda.get_device_capability()
     value = f"{torch.cuda.get_device_name()}, capability {capability[0]}.{capability[1]}"
     if capability < LOWEST_CAPABILITY:
-        return Finding("GPU", value, NOTE, "the kernels need capability 8.0 or higher")
+        return Finding("GPU", value, NOTE, "the kernels need capability 8.0 or higher", False)
+    if shutil.which(os.environ.get("CC") or "cc") is None and shutil.which("gcc") is None:
+        return Finding("GPU", value, NOTE, "Triton needs a C compiler: install gcc", False)
+    if capability not in RUN_ON_CAPABILITY:
+        mend = "the kernels have only been run on capability 9.0; doctor --try compares with eager"
+        return Finding("GPU", value, NOTE, mend)
     return Finding("GPU", value)
 
 
@@ -158,12 +198,27 @@ def check_transformers() -> Finding:
     return Finding("Transformers", version)
 
 
+def check_by_trying() -> Finding:
+    from inductor_gqa.cli.trial import errors
+
+    try:
+        device, eager, fused = errors()
+    except Exception as reason:  # whatever it is, it is what the user wants to know
+        return Finding("trial", "raised", FAILED, f"{type(reason).__name__}: {reason}", False)
+    value = f"fused on {device}, error {fused:.1e} (eager {eager:.1e})"
+    if not fused <= 2 * eager:
+        mend = "the fused result is further off than twice eager: please report it, with this table"
+        return Finding("trial", value, FAILED, mend, False)
+    return Finding("trial", value)
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     check_python,
     check_package,
     check_torch,
     check_compiling,
     check_compiler,
+    check_cache,
     check_triton,
     check_gpu,
     check_transformers,

@@ -25,6 +25,7 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -97,8 +98,13 @@ def run(args: argparse.Namespace) -> int:
             if not any(tensor.requires_grad for tensor in floats):
                 for tensor in floats:
                     tensor.requires_grad_()
-        with progress(f"reading, {direction}"), torch.set_grad_enabled(is_training):
-            reports[direction] = inductor_gqa.explain(fn, *inputs, always=always, **named)
+        try:
+            with progress(f"reading, {direction}"), torch.set_grad_enabled(is_training):
+                reports[direction] = inductor_gqa.explain(fn, *inputs, always=always, **named)
+        except Exception as error:
+            traceback.print_exc()
+            message = f"{target or architecture} raised {type(error).__name__}, see above"
+            raise CommandError(message, exit_code=4) from error
     if args.html is not None:
         every = [site for report in reports.values() for site in report.sites]
         reports_of.Report(every).save(args.html, f"inductor_gqa: {architecture or target}")

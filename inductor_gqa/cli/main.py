@@ -21,7 +21,7 @@ EPILOG = """\
 start here:
   %(prog)s doctor                    is this machine ready, and what to mend
   %(prog)s demo                      a small model before and after, in about a minute
-  %(prog)s explain --model llama     what is fused in a Transformers architecture
+  %(prog)s explain llama             what is fused in a Transformers architecture
   %(prog)s explain my_file.py:model  what is fused in a model of yours
 
 exit codes:
@@ -29,6 +29,10 @@ exit codes:
   1  the answer is no: an error rule failed, a site was left, this machine lacks something
   2  the command line could not be understood
   3  the command needs a package that is not installed; the message names it
+  4  the code that was to be explained raised an error; it is shown with its traceback
+
+Every command takes --json: one object on stdout, nothing else there. Progress goes to stderr, and
+only to a terminal. Colour is for terminals as well; NO_COLOR=1 turns it off.
 """
 
 

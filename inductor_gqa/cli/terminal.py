@@ -45,13 +45,14 @@ def print_json(data: Mapping[str, Any]) -> None:
     print(json.dumps(data, indent=2))
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in plain text: the first column to the left, the others to the right."""
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """A table in plain text: the first columns (`words` of them) to the left, numbers to the
+    right."""
     grid = [list(headers), *[list(row) for row in rows]]
     widths = [max(len(row[column]) for row in grid) for column in range(len(headers))]
     lines = [
         "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
+            cell.ljust(width) if column < words else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in grid
