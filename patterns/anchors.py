@@ -8,8 +8,9 @@ computed there the readers find out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._inductor.pattern_matcher import (
@@ -21,27 +22,29 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
-from .axes import shape_of
+from .axes import Place, Size, shape_of, whole
+from .moves import broadcast, step
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+Node = torch.fx.Node
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """weights = softmax(scores, dim); dim counted from the front."""
+    """weights = softmax(scores, dim) = exponentials / total; dim counted from the front."""
 
-    scores: torch.fx.Node
-    weights: torch.fx.Node
+    scores: Node
+    weights: Node
     dim: int
+    exponentials: Node
+    total: Node
 
 
-def _softmax_pattern() -> CallFunction:
-    """exp(x - y) / sum(exp(x - y)), the shape of every decomposed softmax; what y is gets checked
-    afterwards."""
+def _total_pattern(*more: Arg) -> CallFunction:
+    """sum(exp(x - y)), a part of every decomposed softmax; what y is gets checked afterwards."""
     shifted = CallFunction(aten.sub.Tensor, Arg(), Arg(), _users=MULTIPLE)
     exponentials = CallFunction(aten.exp.default, shifted, _users=MULTIPLE)
-    total = CallFunction(aten.sum.dim_IntList, exponentials, Arg(), Arg(), _users=MULTIPLE)
-    return CallFunction(aten.div.Tensor, exponentials, total, _users=MULTIPLE)
+    return CallFunction(aten.sum.dim_IntList, exponentials, Arg(), *more, _users=MULTIPLE)
 
 
 def softmaxes(graph: torch.fx.Graph) -> list[Softmax]:
@@ -50,20 +53,19 @@ def softmaxes(graph: torch.fx.Graph) -> list[Softmax]:
     anchors = PatternMatcherPass(pass_name="inductor_gqa_anchors")
 
     def record(match: Match, *args: Any, **kwargs: Any) -> None:
-        softmax = _checked(match.output_node())
-        if softmax is not None:
-            found.append(softmax)
+        found.extend(_softmaxes_of(match.output_node()))
 
-    register_graph_pattern(_softmax_pattern(), pass_dict=anchors)(record)
+    for pattern in (_total_pattern(), _total_pattern(Arg())):
+        register_graph_pattern(pattern, pass_dict=anchors)(record)
     anchors.apply(graph)
     order = {node: number for number, node in enumerate(graph.nodes)}
     return sorted(found, key=lambda softmax: order[softmax.weights])
 
 
-def row_sums(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+def row_sums(graph: torch.fx.Graph) -> list[Node]:
     """Every sum of a product over the last dim that keeps it, as in the gradient of a softmax; in
     graph order."""
-    found: list[torch.fx.Node] = []
+    found: list[Node] = []
     anchors = PatternMatcherPass(pass_name="inductor_gqa_row_sums")
     product = CallFunction(aten.mul.Tensor, Arg(), Arg(), _users=MULTIPLE)
     pattern = CallFunction(aten.sum.dim_IntList, product, Arg(), Arg(), _users=MULTIPLE)
@@ -80,49 +82,83 @@ def row_sums(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return sorted(found, key=lambda node: order[node])
 
 
-def _checked(weights: torch.fx.Node) -> Softmax | None:
-    exponentials, total = weights.args
-    assert isinstance(exponentials, torch.fx.Node)
-    assert isinstance(total, torch.fx.Node)
-    scores, shift = exponentials.args[0].args  # type: ignore[union-attr]
-    dims, keeps = total.args[1], total.args[2] if len(total.args) > 2 else False
-    if not isinstance(scores, torch.fx.Node) or not keeps or len(dims) != 1:  # type: ignore[arg-type]
+def _softmaxes_of(total: Node) -> list[Softmax]:
+    """Quotients of the exponentials and their total; autograd writes the same one once more."""
+    exponentials, dims = total.args[:2]
+    assert isinstance(exponentials, Node)
+    scores, shift = exponentials.args[0].args[:2]  # type: ignore[union-attr]
+    if not isinstance(scores, Node) or not isinstance(shift, Node) or len(dims) != 1:  # type: ignore[arg-type]
+        return []
+    shape = shape_of(exponentials)
+    dim = dims[0] % len(shape)  # type: ignore[index]
+    # Any shift that all keys share leaves the softmax as it is, but with another one than the
+    # maximum eager may overflow where we would not.
+    if maximised(shift, dim, shape) is not seen_through(scores):
+        return []
+    quotients: dict[Any, Node] = {}
+    for user in exponentials.users:
+        a, b = (*user.args, None, None)[:2]
+        divides = user.target is aten.div.Tensor and a is exponentials
+        if user.target is aten.mul.Tensor:
+            b = b if a is exponentials else a
+            divides = isinstance(b, Node) and b.target is aten.reciprocal.default
+            b = b.args[0] if divides else None  # type: ignore[union-attr]
+        if (
+            divides
+            and isinstance(b, Node)
+            and shape_of(user) == shape
+            and _reduced(b, dim, shape, _summed) is exponentials
+        ):
+            quotients.setdefault((user.target, user.args), user)
+    return [Softmax(scores, made, dim, exponentials, total) for made in quotients.values()]
+
+
+Reduction: TypeAlias = tuple[Node, list[int], bool]  # (of what, over which dims, kept or not)
+
+
+def _summed(node: Node) -> Reduction | None:
+    if node.target is not aten.sum.dim_IntList:
         return None
-    rank = len(shape_of(weights))
-    dim = dims[0] % rank  # type: ignore[index]
-    if not _is_constant_along(shift, scores, dim):
+    source, dims, keeps = (*node.args, False)[:3]
+    return source, list(dims), bool(keeps)  # type: ignore[return-value, arg-type]
+
+
+def _maximised(node: Node) -> Reduction | None:
+    if node.target is aten.amax.default:
+        source, dims, keeps = (*node.args, False)[:3]
+        return seen_through(source), list(dims), bool(keeps)  # type: ignore[arg-type]
+    made = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+    if not isinstance(made, Node) or made.target is not aten.max.dim or node.args[1] != 0:
         return None
-    return Softmax(scores, weights, dim)
+    source, dim, keeps = (*made.args, False)[:3]
+    return seen_through(source), [dim], bool(keeps)  # type: ignore[arg-type, list-item]
 
 
-def _is_constant_along(shift: Any, scores: torch.fx.Node, dim: int) -> bool:
-    """Subtracting anything that does not vary along the softmax leaves it as it is; the maximum is
-    the usual choice.
-
-    Only the maximum is accepted: with another shift, eager may overflow where we would not.
-    """
-    if not isinstance(shift, torch.fx.Node):
-        return False
-    shift, scores = _seen_through(shift), _seen_through(scores)
-    rank = len(shape_of(scores))
-    keeps = shift.args[2] if len(shift.args) > 2 else shift.kwargs.get("keepdim", False)
-    if shift.target is aten.amax.default:
-        dims = [d % rank for d in shift.args[1]]  # type: ignore[union-attr]
-        return bool(keeps) and dims == [dim] and _seen_through(shift.args[0]) is scores  # type: ignore[arg-type]
-    if getattr(shift.target, "__name__", "") == "getitem" and shift.args[1] == 0:
-        made = shift.args[0]
-        return (
-            isinstance(made, torch.fx.Node)
-            and made.target is aten.max.dim
-            and made.args[1] % rank == dim  # type: ignore[operator]
-            and made.args[2:] == (True,)
-            and _seen_through(made.args[0]) is scores  # type: ignore[arg-type]
-        )
-    return False
+def maximised(node: Node, dim: int, shape: tuple[Size, ...]) -> Node | None:
+    """The tensor of the shape whose maximum over `dim` the node is, spread over the shape again."""
+    return _reduced(node, dim, shape, _maximised)
 
 
-def _seen_through(node: torch.fx.Node) -> torch.fx.Node:
-    """The node behind aliases that leave every element as it is."""
-    while node.target in (aten.alias.default, aten.detach.default, aten.clone.default):
-        node = node.args[0]  # type: ignore[assignment]
+def _reduced(
+    node: Node, dim: int, shape: tuple[Size, ...], reduction: Callable[[Node], Reduction | None]
+) -> Node | None:
+    """What was reduced over `dim` and then spread over the shape again; None where it was not."""
+    own = tuple(whole(str(d), n) for d, n in enumerate(shape))
+    position = broadcast(node, own)
+    while (found := reduction(node)) is None:
+        back = step(node, position, casts=False)
+        if back is None:
+            return None
+        node, position = back
+    source, dims, keeps = found
+    is_over = [d % len(shape) for d in dims] == [dim]
+    at = (*own[:dim], *[Place()] * keeps, *own[dim + 1 :])
+    return source if is_over and position == at and len(shape_of(source)) == len(own) else None
+
+
+def seen_through(node: Any) -> Node:
+    """The node behind copies that leave every element where it is."""
+    copies = (aten.alias.default, aten.detach.default, aten.clone.default, aten.expand.default)
+    while node.target in copies and shape_of(node) == shape_of(node.args[0]):
+        node = node.args[0]
     return node

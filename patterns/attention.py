@@ -44,6 +44,7 @@ Node = torch.fx.Node
 class Forward:
     """A site whose forward was read, and what the backward is read by."""
 
+    anchor: Softmax
     site: Site
     canonical: Position  # of the weights that are multiplied with the values
     softmax: (
@@ -121,7 +122,7 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     for target in site.outputs:
         operands.unrounded(target.node, product_)
     whole_softmax = View(softmax.weights, at_softmax)
-    return Forward(site, canonical, whole_softmax, product_, read, q, k, *lanes)
+    return Forward(softmax, site, canonical, whole_softmax, product_, read, q, k, *lanes)
 
 
 def without_sink(weights: Node) -> tuple[Node, Size]:

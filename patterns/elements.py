@@ -17,6 +17,7 @@ import torch
 import torch._inductor.inductor_prims  # pyright: ignore[reportUnusedImport] # registers prims.fma
 
 from . import terms
+from .anchors import Softmax
 from .axes import (
     Digit,
     Fixed,
@@ -51,7 +52,7 @@ class Elements:
     stops: nodes that are always atoms. row_axis: the axis of a rotation's position, which a
     coefficient table must have; None where it is not known yet. algebra: read products of two
     tensors as products (scores and gradients) instead of as data times table (rotations). softmax:
-    weights that sum to one over their last dim.
+    its weights sum to one over their last dim, and its exponentials are weights times total.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class Elements:
         stops: Iterable[Node] = (),
         row_axis: str | None = None,
         algebra: bool = False,
-        softmax: Node | None = None,
+        softmax: Softmax | None = None,
     ) -> None:
         self.values = values
         self.stops = set(stops)
         self.row_axis = row_axis
         self.algebra = algebra
-        self.softmax = None if softmax is None else values.first(softmax)
+        parts = [softmax.weights, softmax.exponentials, softmax.total] if softmax else [None] * 3
+        self.softmax, self.exponentials, self.total = (p and values.first(p) for p in parts)
         self.depth = 0
         self.known: dict[tuple[Node, Position, int], Terms] = {}
 
@@ -82,12 +84,24 @@ class Elements:
     def _read(self, node: Node, position: Position) -> Terms:
         if node in self.stops or node.op != "call_function":
             return self.load(node, position)
+        if self.softmax is not None and self.values.first(node) in (self.exponentials, self.total):
+            return self._of_softmax(node, position)
         back = step(node, position)
         if back is not None:
             return self.at(*back)
         rule = RULES.get(node.target)
         found = rule(self, node, position) if rule else None
         return self.load(node, position) if found is None else found
+
+    def _of_softmax(self, node: Node, position: Position) -> Terms:
+        """The exponentials of a softmax written by hand are its weights times its total."""
+        if self.values.first(node) is self.total:
+            return self.load(node, position)
+        assert self.softmax is not None
+        assert self.total is not None
+        keeps = len(shape_of(self.total)) == len(position)
+        total = self.load(self.total, (*position[:-1], Place()) if keeps else position[:-1])
+        return terms.multiply(self.load(self.softmax, position), total)
 
     def operand(self, node: Node, value: Any, position: Position) -> Terms | None:
         """Terms of an operand of a pointwise op, after broadcasting; None if it is not a float
@@ -121,7 +135,13 @@ def _mul(reader: Elements, node: Node, position: Position) -> Terms | None:
         if constant is not None:
             read = reader.operand(node, other, position)
             return None if read is None else terms.scaled(read, constant)
-    if not isinstance(a, Node) or not isinstance(b, Node) or not (is_float(a) and is_float(b)):
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return None
+    if reader.algebra and is_float(a) != is_float(b):
+        flag, value = (b, a) if is_float(a) else (a, b)
+        read, chosen = reader.at(value, broadcast(value, position)), flagged(reader, flag, position)
+        return None if chosen is None else terms.multiply(read, chosen)
+    if not (is_float(a) and is_float(b)):
         return None
     at_a, at_b = broadcast(a, position), broadcast(b, position)
     if reader.algebra:
@@ -170,9 +190,29 @@ def _neg(reader: Elements, node: Node, position: Position) -> Terms | None:
 def _div(reader: Elements, node: Node, position: Position) -> Terms | None:
     divisor = scalar_value(node.args[1])
     read = reader.operand(node, node.args[0], position)
-    if not divisor or read is None:
+    if divisor and read is not None:
+        return terms.scaled(read, 1.0 / divisor)
+    if not reader.algebra or read is None or not isinstance(node.args[1], Node):
         return None
-    return terms.scaled(read, 1.0 / divisor)
+    if read == {} and not is_float(node.args[1]):
+        return {}  # how often the maximum occurs, which is at least once
+    inverse = _inverse(reader, node.args[1], broadcast(node.args[1], position))
+    return None if inverse is None else terms.multiply(read, inverse)
+
+
+def _inverse(reader: Elements, node: Node, position: Position) -> Terms | None:
+    """1 / the total of the softmax."""
+    found = reader.at(node, position) if is_float(node) else {}
+    if len(found) != 1 or next(iter(found.values())) != 1.0:
+        return None
+    (atoms,) = found
+    if len(atoms) != 1 or atoms[0].kind != "load" or atoms[0].node is not reader.total:
+        return None
+    return terms.one(Atom("inverse", atoms[0].node, atoms[0].position))
+
+
+def _reciprocal(reader: Elements, node: Node, position: Position) -> Terms | None:
+    return _inverse(reader, node.args[0], position) if reader.algebra else None  # type: ignore[arg-type]
 
 
 def _fma(reader: Elements, node: Node, position: Position) -> Terms | None:
@@ -307,8 +347,26 @@ def _where(reader: Elements, node: Node, position: Position) -> Terms | None:
     else:
         kind, value = "where", chosen
     read = reader.operand(node, value, position)
-    flag = Atom(kind, reader.values.first(condition), broadcast(condition, position))
-    return None if read is None else terms.multiply(read, terms.one(flag))
+    flag = flagged(reader, condition, position, kind)
+    return None if read is None or flag is None else terms.multiply(read, flag)
+
+
+def flagged(reader: Elements, node: Node, position: Position, kind: str = "where") -> Terms | None:
+    """The indicator of a boolean element, wherever it was moved from."""
+    if node.meta["val"].dtype is not torch.bool:
+        return None
+    position = broadcast(node, position)
+    while (back := step(node, position)) is not None:
+        node, position = back
+    return terms.one(Atom(kind, reader.values.first(node), position))
+
+
+def _cast(reader: Elements, node: Node, position: Position) -> Terms | None:
+    """A boolean made a number."""
+    source = node.args[0]
+    if not reader.algebra or not is_float(node) or not isinstance(source, Node):
+        return None
+    return flagged(reader, source, position)
 
 
 def _tanh(reader: Elements, node: Node, position: Position) -> Terms | None:
@@ -356,6 +414,7 @@ RULES: dict[Any, Rule] = {
     aten.neg.default: _neg,
     aten.div.Tensor: _div,
     aten.div.Scalar: _div,
+    aten.reciprocal.default: _reciprocal,
     prims.fma.default: _fma,
     aten.cat.default: _cat,
     aten.slice_scatter.default: _slice_scatter,
@@ -364,6 +423,7 @@ RULES: dict[Any, Rule] = {
     aten.full.default: _constant,
     aten.scalar_tensor.default: _constant,
     aten.where.self: _where,
+    prims.convert_element_type.default: _cast,
     aten.tanh.default: _tanh,
     aten.sum.dim_IntList: _sum,
 }

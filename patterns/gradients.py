@@ -35,8 +35,8 @@ from .axes import (
     shape_of,
     whole,
 )
-from .elements import RULES, Elements, by_lane
-from .moves import step
+from .elements import RULES, Elements, by_lane, flagged
+from .moves import broadcast, step
 from .terms import Atom, Terms
 from .values import ValueNumbers, scalar_value
 
@@ -53,8 +53,10 @@ FOLLOWED = {
     aten.split.Tensor,
     aten.unbind.int,
     aten.flip.default,
+    aten.copy.default,
     operator.getitem,
 }
+SHAPE_ONLY = {aten.new_empty_strided.default, aten.new_empty.default}
 
 
 def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
@@ -62,11 +64,8 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     that do not read."""
     weights = forward.site.anchor
     users = list(operands.moved_users(weights, forward.canonical))
-    beside = users
-    if forward.softmax.node is not weights:
-        beside = list(operands.moved_users(forward.softmax.node, ()))
     dv_products = _value_gradients(forward, users, values)
-    dp = _weights_gradient(forward, beside, values)
+    dp = _weights_gradient(forward, values)
     if not dv_products and dp is None:
         return None
     grads_out = [view for _, _, view, _ in dv_products] + ([dp[2]] if dp else [])
@@ -127,21 +126,19 @@ def _is_axis(place: Place, axis: str) -> bool:
     return all(isinstance(d, Digit) and d.axis == axis for d in place.digits)
 
 
-def _weights_gradient(
-    forward: Forward, users: Iterable[tuple[Node, Node]], values: ValueNumbers
-) -> tuple[Node, Position, View] | None:
+def _weights_gradient(forward: Forward, values: ValueNumbers) -> tuple[Node, Position, View] | None:
     """(the matmul dP = dO V^T, position of its result, dO), found beside the weights in the
     softmax's gradient."""
-    weights = forward.softmax.node
-    for moved, user in users:
-        if user.target is not aten.mul.Tensor or len(user.args) < 2:
+    position = forward.softmax.position
+    reader = Elements(values, [forward.softmax.node], algebra=True, softmax=forward.anchor)
+    for moved, user in _beside_weights(forward, values):
+        if not _is_proportional(reader.at(moved, position), forward, values):
             continue
-        position = _as_weights(moved, forward, values)
         for other in user.args:
-            if other is moved or not isinstance(other, Node) or position is None:
+            if other is moved or not isinstance(other, Node):
                 continue
-            found = back_to_matmul(other, position)
-            if found is None or found[0] in (forward.product, weights):
+            found = _gradient_matmul(other, broadcast(other, position), values)
+            if found is None or found[0] in (forward.product, forward.softmax.node):
                 continue
             matmul, at = found
             names = Renaming()
@@ -157,26 +154,77 @@ def _weights_gradient(
     return None
 
 
-def _as_weights(moved: Node, forward: Forward, values: ValueNumbers) -> Position | None:
-    """The position of the weights' element in a rearrangement of the softmax that has its shape."""
-    softmax = forward.softmax
-    if len(shape_of(moved)) != len(softmax.position):
-        return None
-    at = operands.back_to(moved, softmax.position, softmax.node, values)
-    return softmax.position if at == softmax.position else None
+def _beside_weights(forward: Forward, values: ValueNumbers) -> Iterable[tuple[Node, Node]]:
+    """(weights, or their exponentials, or a quotient of these, in their shape; a product with
+    it)."""
+    rank = len(forward.softmax.position)
+    todo = [forward.softmax.node, forward.anchor.exponentials]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        for moved, user in operands.moved_users(node, ()):
+            if user.target is aten.mul.Tensor and len(shape_of(moved)) == rank:
+                yield moved, user
+            divides = user.target is aten.div.Tensor and user.args[0] is moved
+            forwards = user.target is aten.mul.Tensor and not values.comes_from_gradient(user)
+            if (divides or forwards) and user not in seen:
+                seen.add(user)
+                todo.append(user)
+
+
+def _is_proportional(read: Terms, forward: Forward, values: ValueNumbers) -> bool:
+    """Whether it is the weight times something that all keys share."""
+    if len(read) != 1:
+        return False
+    (atoms,) = read
+    own = [atom for atom in atoms if terms.depends(atom, ("j",))]
+    return own == [
+        Atom("load", values.first(forward.softmax.node), forward.softmax.position)
+    ] and all(atom in own or atom.kind in ("load", "inverse") for atom in atoms)
+
+
+def _gradient_matmul(
+    node: Node, position: Position, values: ValueNumbers
+) -> tuple[Node, Position] | None:
+    """The matmul behind a gradient that was negated, scaled or masked on its way."""
+    while (found := back_to_matmul(node, position)) is None:
+        while (back := _step_back(node, position)) is not None:
+            node, position = back
+        if node.target not in LINEAR:
+            return None
+        sources = [n for n in node.all_input_nodes if values.comes_from_gradient(n)]
+        if len(sources) != 1:
+            return None
+        node, position = sources[0], broadcast(sources[0], position)
+    return found
+
+
+LINEAR = {
+    aten.neg.default,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.where.self,
+}
 
 
 def back_to_matmul(node: Node, position: Position) -> tuple[Node, Position] | None:
     """The matmul behind rearrangements, and behind the zeros that autograd puts beside the gradient
     of a slice."""
     while node.target not in operands.MATMULS:
-        back = step(node, position)
-        if back is None and node.target is aten.slice_scatter.default:
-            back = _out_of_zeros(node, position)
+        back = _step_back(node, position)
         if back is None:
             return None
         node, position = back
     return node, position
+
+
+def _step_back(node: Node, position: Position) -> tuple[Node, Position] | None:
+    back = step(node, position)
+    if back is None and node.target is aten.slice_scatter.default:
+        back = _out_of_zeros(node, position)
+    return back
 
 
 def _out_of_zeros(node: Node, position: Position) -> tuple[Node, Position] | None:
@@ -281,7 +329,7 @@ def _proven(
 
 def _algebra(forward: Forward, dp: Node, values: ValueNumbers) -> Elements:
     stops = [forward.softmax.node, dp, forward.scores.matmul]
-    return Elements(values, stops, algebra=True, softmax=forward.softmax.node)
+    return Elements(values, stops, algebra=True, softmax=forward.anchor)
 
 
 def _sink_gradient(
@@ -382,9 +430,10 @@ def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Posit
     out = softmax_derivative(reader, forward.softmax, dp, dp_position, forward.canonical)
     read = forward.scores
     for view, keeps, _ in read.filled:
-        kind = "where" if keeps else "unless"
-        flag = Atom(kind, reader.values.first(view.node), view.position)
-        out = terms.multiply(out, terms.one(flag))
+        flag = flagged(reader, view.node, view.position, "where" if keeps else "unless")
+        if flag is None:
+            raise Unread(f"the scores are filled by {view.node}, which is no boolean")
+        out = terms.multiply(out, flag)
     if read.capped is not None:
         bent = reader.at(read.capped.node, read.capped.position)
         slope = terms.add(terms.number(1.0), terms.multiply(bent, bent), -1.0)
@@ -443,6 +492,8 @@ def _finished(
             if at is not None:
                 return node, at
         for user in node.users:
+            if user.target in SHAPE_ONLY:
+                continue
             if user.target not in FOLLOWED:
                 raise Unread(f"the gradient {start} is used by {user} before it is complete")
             if user not in waiting:

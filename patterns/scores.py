@@ -15,6 +15,7 @@ import torch
 
 from inductor_gqa.site import View
 
+from .anchors import maximised, seen_through
 from .axes import Place, Position, Size, Unread, axes_in, same, shape_of
 from .moves import broadcast, step
 from .operands import MATMULS
@@ -164,27 +165,9 @@ def _added(
 
 
 def _is_max_of(value: Node, scores: Node) -> bool:
-    through = (aten.expand.default, aten.alias.default, aten.detach.default)
-    while value.target in through:
-        value = value.args[0]  # type: ignore[assignment]
-
-    def is_scores(node: object) -> bool:
-        while isinstance(node, Node) and node.target in through and node is not scores:
-            node = node.args[0]
-        return node is scores
-
-    if value.target is aten.amax.default and is_scores(value.args[0]):
-        dims = value.args[1]
-        return list(dims) in ([-1], [scores.meta["val"].dim() - 1])  # type: ignore[arg-type]
-    if getattr(value.target, "__name__", "") == "getitem" and value.args[1] == 0:
-        made = value.args[0]
-        return (
-            isinstance(made, Node)
-            and made.target is aten.max.dim
-            and is_scores(made.args[0])
-            and made.args[1] in (-1, scores.meta["val"].dim() - 1)
-        )
-    return False
+    shape = shape_of(scores)
+    found = len(shape_of(value)) <= len(shape) and maximised(value, len(shape) - 1, shape)
+    return found is seen_through(scores)
 
 
 def _filled(node: Node, position: Position, stages: list[_Stage]) -> tuple[Node, Position] | None:

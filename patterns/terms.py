@@ -56,9 +56,20 @@ def multiply(a: Terms, b: Terms) -> Terms:
     out: Terms = {}
     for x, p in a.items():
         for y, q in b.items():
-            atoms = tuple(sorted(x + y, key=lambda atom: atom.order))
+            atoms = _cancelled(tuple(sorted(x + y, key=lambda atom: atom.order)))
             out[atoms] = out.get(atoms, 0.0) + p * q
     return {atoms: c for atoms, c in out.items() if c}
+
+
+def _cancelled(atoms: tuple[Atom, ...]) -> tuple[Atom, ...]:
+    """The product without elements that it is also divided by."""
+    out = list(atoms)
+    for divisor in (atom for atom in atoms if atom.kind == "inverse"):
+        divided = Atom("load", divisor.node, divisor.position)
+        if divided in out:
+            out.remove(divided)
+            out.remove(divisor)
+    return tuple(out)
 
 
 def scaled(a: Terms, factor: float) -> Terms:

@@ -3,6 +3,7 @@ with the weights.
 """
 
 import math
+import operator
 
 import pytest
 import torch
@@ -185,6 +186,28 @@ def by_hand_detached(s):
     return e / e.sum(-1, keepdim=True)
 
 
+def by_hand_times_reciprocal(s):
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e * e.sum(-1, keepdim=True).reciprocal()
+
+
+def by_hand_with_dims_put_back(s):
+    e = torch.exp(s - s.max(-1)[0].unsqueeze(-1))
+    return e / e.sum(-1)[..., None]
+
+
+def by_hand_in_fp32(s):
+    wide = s.float()
+    e = torch.exp(wide - wide.amax(-1, keepdim=True))
+    return (e / e.sum(-1, keepdim=True)).to(s.dtype)
+
+
+def by_hand_in_place(s):
+    s -= s.detach().amax(-1, keepdim=True)
+    e = s.exp()
+    return e / e.sum(-1, keepdim=True)
+
+
 SOFTMAXES = {
     "functional": lambda s: F.softmax(s, -1),
     "fp32_and_back": softmax_fp32,
@@ -194,9 +217,18 @@ SOFTMAXES = {
     "module": nn.Softmax(dim=-1),
     "max_subtracted": lambda s: F.softmax(s - s.max(-1, keepdim=True).values, -1),
     "detached_max_subtracted": lambda s: F.softmax(s - s.detach().amax(-1, keepdim=True), -1),
-    "by_hand": by_hand,
-    "by_hand_with_amax": by_hand_with_amax,
-    "by_hand_detached": by_hand_detached,
+    "max_put_back_subtracted": lambda s: F.softmax(s - s.amax(-1).unsqueeze(-1), -1),
+} | {
+    f.__name__: f
+    for f in (
+        by_hand,
+        by_hand_with_amax,
+        by_hand_detached,
+        by_hand_times_reciprocal,
+        by_hand_with_dims_put_back,
+        by_hand_in_fp32,
+        by_hand_in_place,
+    )
 }
 
 
@@ -205,22 +237,61 @@ def test_fuses_softmax_in_inference(name):
     fuses(Attention(softmax=SOFTMAXES[name]), *inputs(L=11), train=False, scores=(11, 11))
 
 
-# Their gradients are not spelled as a softmax's.
-ROUNDABOUT = ("max_subtracted", "by_hand", "by_hand_with_amax", "by_hand_detached")
-
-
-@pytest.mark.parametrize("name", [n for n in SOFTMAXES if n not in ROUNDABOUT])
+@pytest.mark.parametrize("name", SOFTMAXES)
 def test_fuses_softmax_in_training(name):
+    """Written by hand, its gradient is spelled with quotients, and passes through the maximum."""
     fuses(Attention(softmax=SOFTMAXES[name]), *inputs(), scores=(11, 11))
 
 
-@pytest.mark.parametrize("name", ROUNDABOUT)
-def test_gradient_through_the_maximum_is_never_wrong(name):
-    never_wrong(Attention(softmax=SOFTMAXES[name]), *inputs())
+@pytest.mark.parametrize("name", ["by_hand", "by_hand_with_amax"])
+def test_softmax_by_hand_with_everything_else(name):
+    module = Attention(
+        H=6,
+        softmax=SOFTMAXES[name],
+        scores=lambda s: torch.tanh(s * 0.4 / 5.0) * 5.0,
+        mask=lambda self, s: s.masked_fill(
+            torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -1e30
+        ),
+    )
+    seen = fuses(module, *inputs(L=13), scores=(13, 13))
+    assert "softcap 5" in seen.summary
+    assert "causal" in seen.summary
+    fuses(module, *inputs(L=13), dynamic=True, more=[inputs(B=3, L=17, seed=2)])
+
+
+def half_detached(s):
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True).detach()
+
+
+def detached_above(s):
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e.detach() / e.sum(-1, keepdim=True)
+
+
+def max_shared_by_the_queries(s):
+    e = torch.exp(s - s.amax((-1, -2), keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def test_leaves_softmax_by_hand_whose_total_is_detached():
+    module = Attention(softmax=half_detached)
+    leaves(module, *inputs(), reason_contains="is not the derivative of the scores")
+    fuses(module, *inputs(), train=False)
+
+
+@pytest.mark.parametrize(
+    "softmax", [detached_above, max_shared_by_the_queries], ids=lambda f: f.__name__
+)
+def test_another_softmax_by_hand_is_no_anchor(softmax):
+    """Its gradient is another, or eager may underflow where a fused softmax would not."""
+    assert not run(Attention(softmax=softmax), *inputs()).sites
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["functional", "fp32_and_back", "float_first", "by_hand_detached"])
+@pytest.mark.parametrize(
+    "name", ["functional", "fp32_and_back", "float_first", "by_hand", "by_hand_in_fp32"]
+)
 def test_narrow_softmax(name, dtype):
     module = Attention(softmax=SOFTMAXES[name], D=16, dtype=dtype)
     never_wrong(module, *inputs(dtype=dtype))
@@ -411,8 +482,39 @@ def test_logits_in_the_hundreds_are_as_exact_as_eager_in_inference():
     fuses(Attention(scale=30.0), *inputs(), train=False)
 
 
-def test_scale_in_place_is_never_wrong():
-    never_wrong(Scaled(after=lambda s: s.div_(2.5)), *inputs())
+IN_PLACE = {
+    "div_": lambda s: s.div_(2.5),
+    "mul_": lambda s: s.mul_(0.4),
+    "augmented": lambda s: operator.itruediv(s, 2.5),
+    "added": lambda s: (s * 0.4).add_(torch.ones(s.shape[-2:]).triu(1) * -1e9),
+    "filled": lambda s: (s / 2.5).masked_fill_(
+        torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), float("-inf")
+    ),
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_fuses_scores_changed_in_place(name, train):
+    seen = fuses(Scaled(after=IN_PLACE[name]), *inputs(), train=train, scores=(11, 11))
+    assert seen.argument("scale") == pytest.approx(0.4)
+    assert ("causal" in seen.summary) == (name in ("added", "filled"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_scale_in_place_of_narrow_scores(dtype):
+    module = Scaled(after=lambda s: s.div_(2.5), D=16, dtype=dtype)
+    fuses(module, *inputs(L=23, dtype=dtype))
+
+
+def test_query_scaled_in_place():
+    class OnQuery(Attention):
+        def attend(self, q, k, v):
+            q *= 0.5
+            return super().attend(q, k, v)
+
+    fuses(OnQuery(rotation=None), *inputs(), scores=(11, 11))
+    fuses(OnQuery(), *inputs(), scores=(11, 11))
 
 
 def test_logits_in_the_hundreds_are_as_exact_as_eager_in_training():
