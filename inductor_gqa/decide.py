@@ -26,6 +26,17 @@ SMALLEST = {"cuda": 128 * 128, "cpu": 512 * 512}
 UNKNOWN = 1 << 30  # a size of which nothing is known: large enough to fuse
 
 
+# A call of F.scaled_dot_product_attention is a fused kernel already. Least lengths by head dim from
+# which ours was measured to be faster, within Llama training steps beside the same model with such
+# calls (bench/results; one H200, bf16, causal, rotation inside). A step took 130 against 133 ms at
+# head dim 128 and length 4096; at head dim 64 it was not faster. The forward part of a step took 39
+# against 46 ms (128, 4096) and 36 against 42 ms (64, 1024). Beyond these lengths, and for inference
+# proper, it is an estimate; elsewhere only enable(always=True) fuses.
+SDPA_TRAINING = {128: 4096}
+SDPA_INFERENCE = {64: 1024, 128: 4096}
+SDPA_CAPABILITY = (9, 0)
+
+
 def unsupported(site: Site | Given) -> str | None:
     """Why the kernels cannot compute the site, or None."""
     device = site.anchor.meta["val"].device
@@ -51,12 +62,44 @@ def unsupported(site: Site | Given) -> str | None:
 def unprofitable(site: Site | Given) -> str | None:
     """Why fusing would not pay, or None; symbolic lengths are judged by the sizes that were seen
     first."""
-    device = site.anchor.meta["val"].device.type
+    device = site.anchor.meta["val"].device
+    if isinstance(site, Site) and site.is_sdpa:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return call_unprofitable(site, device.type, capability)
     scores = hint(product((site.query_length, site.key_length)))
-    least = SMALLEST[device]
+    least = SMALLEST[device.type]
     if scores < least:
-        why = "enable(always=True) fuses all"
-        return f"scores per head are {scores}, accepted {least} or more on {device} ({why})"
+        return f"scores per head are {scores}, accepted {least} or more on {device.type} ({ALL})"
+    return None
+
+
+ALL = "enable(always=True) fuses all"
+
+
+def call_unprofitable(site: Site, device: str, capability: tuple[int, int] | None) -> str | None:
+    """Why a call of F.scaled_dot_product_attention had better stay the fused kernel that it is, or
+    None."""
+    call = f"a scaled_dot_product_attention call on {device}"
+    if device == "cpu":
+        return f"{call} is PyTorch's fused attention, which ours is too, accepted on cuda ({ALL})"
+    training = site.gradients is not None
+    table = SDPA_TRAINING if training else SDPA_INFERENCE
+    lengths = [hint(n) for n in (site.query_length, site.key_length)]
+    least = table.get(site.head_dim)
+    mask, where = site.mask, f"accepted where ours was measured to be faster ({ALL})"
+    if capability != SDPA_CAPABILITY:
+        return f"{call} of compute capability {capability}, accepted {SDPA_CAPABILITY} ({ALL})"
+    if site.q.dtype is not torch.bfloat16:
+        return f"{call} in {site.q.dtype}, accepted torch.bfloat16 ({ALL})"
+    if site.rotate_q is None or site.rotate_k is None:
+        return f"{call} without RoPE inside, {where}"
+    if mask.keys or mask.tensors or mask.bias or mask.band_hi is None:
+        return f"{call} with a mask that is not causal or a band, {where}"
+    if least is None or min(lengths) < least:
+        mode = "training" if training else "inference"
+        seen = f"head dim {site.head_dim} and lengths {lengths[0]} and {lengths[1]} in {mode}"
+        known = ", ".join(f"head dim {d} from length {n}" for d, n in table.items())
+        return f"{call} has {seen}, accepted {known} ({ALL})"
     return None
 
 

@@ -28,6 +28,8 @@ from .patterns.axes import Unread
 from .patterns.given import Given, read_given
 from .patterns.gradients import read_gradients
 from .patterns.operands import MATMULS, moved_users
+from .patterns.outside import outside
+from .patterns.sdpa import Call, calls, discard, read_call, read_call_gradients, survivor
 from .patterns.summary import describe, describe_given
 from .patterns.values import ValueNumbers
 from .site import Site
@@ -78,13 +80,26 @@ def _hardware() -> tuple[Any, ...]:
     return tuple(torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count()))
 
 
-def read(softmax: Softmax, values: ValueNumbers) -> Site:
-    """The site with its rotations inside if that can be read in whole, else without; raises
-    Unread."""
+def read(anchor: Softmax | Call, values: ValueNumbers) -> Site:
+    """The site with its rotations inside if that can be read in whole, else without and with a note
+    that says why; raises Unread."""
+    read_: Callable[..., Site] = _read if isinstance(anchor, Softmax) else _read_call
     try:
-        return _read(softmax, values, rotate=True)
-    except Unread:
-        return _read(softmax, values, rotate=False)
+        return read_(anchor, values, rotate=True)
+    except Unread as why:
+        site = read_(anchor, values, rotate=False)
+        site.notes = (outside(str(why), []),)
+        return site
+
+
+def _read_call(call: Call, values: ValueNumbers, rotate: bool) -> Site:
+    found = read_call(call, values, rotate)
+    found.site.gradients = read_call_gradients(found, values)
+    kept = survivor(found, rewrite.replaced(found.site))
+    if kept is not None:
+        what = "returned" if kept.op == "output" else f"used by {kept}"
+        raise Unread(f"another result of the call is {what}, accepted the output and its gradients")
+    return found.site
 
 
 def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
@@ -140,15 +155,16 @@ class AttentionPass(CustomGraphPass):
             raise NotFused("\n".join(str(record) for record in left))
 
 
-Anchor = (
-    Softmax | torch.fx.Node
-)  # a softmax, or the row sum of a softmax's gradient that stands alone
+# A softmax, a call of F.scaled_dot_product_attention, or the row sum of a softmax's gradient that
+# stands alone.
+Anchor = Softmax | Call | torch.fx.Node
 
 
 def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     """Replaces every attention of the graph that is read, supported and worth it; returns the
     records of the others."""
     found: list[Anchor] = _guarded(lambda: softmaxes(graph), "searching the graph") or []
+    found += _guarded(lambda: calls(graph), "searching the graph") or []
     sums: list[torch.fx.Node] = _guarded(lambda: row_sums(graph), "searching the graph") or []
     if not found and not sums:
         return []
@@ -183,6 +199,8 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     if replaced:
         stable_topological_sort(graph)
         graph.eliminate_dead_code()  # lints first
+        discard(graph)
+        graph.eliminate_dead_code()
     return left
 
 
@@ -206,7 +224,8 @@ def _considered(
     anchor: Anchor, values: ValueNumbers, settings: Settings
 ) -> tuple[Site | Given | None, str | None]:
     try:
-        site = read(anchor, values) if isinstance(anchor, Softmax) else _given(anchor, values)
+        is_row_sum = isinstance(anchor, torch.fx.Node)
+        site = _given(anchor, values) if is_row_sum else read(anchor, values)
     except Unread as why:
         return None, str(why)
     except (
@@ -235,7 +254,10 @@ def _record(
     graph: torch.fx.Graph,
     seconds: float,
 ) -> report.Record | None:
-    if site is None and not (isinstance(anchor, Softmax) and _feeds_matmul(anchor)):
+    is_attention = isinstance(anchor, Call) or (
+        isinstance(anchor, Softmax) and _feeds_matmul(anchor)
+    )
+    if site is None and not is_attention:
         return (
             None  # no attention: a classifier's or a router's softmax, a row sum of something else
         )
@@ -244,14 +266,22 @@ def _record(
     if site is not None:
         summary = describe(site) if isinstance(site, Site) else describe_given(site)
     return report.Record(
-        report.place_of(anchor.weights if isinstance(anchor, Softmax) else anchor),
+        report.place_of(_node(anchor)),
         reason is None,
         summary,
         reason,
         "training" if training else "inference",
         isinstance(site, Given) or (site is not None and site.gradients is not None),
         seconds,
+        notes=site.notes if isinstance(site, Site) else (),
     )
+
+
+def _node(anchor: Anchor) -> torch.fx.Node:
+    """What stands for the site in the user's code."""
+    if isinstance(anchor, torch.fx.Node):
+        return anchor
+    return anchor.weights if isinstance(anchor, Softmax) else anchor.out
 
 
 def _details(site: Site | Given | None) -> dict[str, Any]:
@@ -269,8 +299,7 @@ def _details(site: Site | Given | None) -> dict[str, Any]:
 def _detailed(
     record: report.Record, anchor: Anchor, details: dict[str, Any], change: Change
 ) -> report.Record:
-    node = anchor.weights if isinstance(anchor, Softmax) else anchor
-    source = report.source_of(node)
+    source = report.source_of(_node(anchor))
     return report.detailed(record, source=source, gone=change.gone, come=change.come, **details)
 
 

@@ -18,6 +18,7 @@ import torch
 from .sizes import bytes_as_text, flops_as_text
 
 log = logging.getLogger("inductor_gqa")
+NOTES = 2  # beside a site's own words: a report is read at a glance
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,21 @@ class Record:
     has_backward: bool
     seconds: float = 0.0
     details: Details = Details()
+    notes: tuple[str, ...] = ()  # what was met and is not part of the site
 
     def __str__(self) -> str:
         if self.fused:
-            return f"{self.place} fused ({self.direction}): {self.summary}"
-        return f"{self.place} left ({self.direction}): {self.reason}"
+            first = f"{self.place} fused ({self.direction}): {self.summary}"
+        else:
+            first = f"{self.place} left ({self.direction}): {self.reason}"
+        return "; ".join([first, *self.notes])
 
     @property
     def lines(self) -> tuple[str, ...]:
         """One to three lines: place and source; what was recognised, or why it was left; costs."""
         state = "fused" if self.fused else "left"
         what = self.summary if self.fused else self.reason or ""
+        what = "; ".join([what, *self.notes[:NOTES]])
         costs = self.details.costs(self.fused)
         first = f"{self.place} {state} ({self.direction}): {self.details.source}".rstrip(": ")
         return (first, f"    {what}", *([f"    {costs}"] if costs else []))

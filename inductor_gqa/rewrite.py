@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import ops, tables
+from . import empty_rows, ops, tables
 from .emit import Emitter
 from .patterns.axes import Digit, Place, Size, same
 from .patterns.operands import MATMULS
@@ -29,7 +29,11 @@ Groups = tuple[tuple[Digit, ...], ...]
 def leftover(site: Site, softmax: Node) -> Node | None:
     """A node that would keep the softmax alive although the site is replaced; None where nothing
     does."""
-    return survivor(softmax, *(target.node for target in _targets(site)))
+    return survivor(softmax, *replaced(site))
+
+
+def replaced(site: Site) -> list[Node]:
+    return [target.node for target in _targets(site)]
 
 
 def survivor(node: Node, *replaced: Node) -> Node | None:
@@ -91,9 +95,12 @@ def write(site: Site, precision: str) -> set[Node]:
     replaced."""
     axes = Axes(site)
     forward_point = first(target.node for target in site.outputs)
-    product = _matmul_before(forward_point)
+    product = _product_before(forward_point, site.anchor)
     emit = Emitter(product, product)
     arguments = _arguments(site, axes, emit, precision)
+    sees = None
+    if site.zeros_empty_rows:
+        sees = empty_rows.sees(site.mask, arguments, emit)
     replacements: list[tuple[Node, Node]] = []
     if site.weights:
         dtypes = {target.node.meta["val"].dtype for target in site.weights}
@@ -107,9 +114,10 @@ def write(site: Site, precision: str) -> set[Node]:
         made = emit.call(ops.attention, *arguments)
     out = emit.call(operator.getitem, made, 0)
     lse = emit.call(operator.getitem, made, 2 if site.weights else 1)
-    replacements += results(site.outputs, out, axes.out, product)
+    shown = out if sees is None else empty_rows.zeroed(out, sees, emit)
+    replacements += results(site.outputs, shown, axes.out, product)
     if site.gradients is not None:
-        replacements += _write_backward(site, axes, arguments, out, lse)
+        replacements += _write_backward(site, axes, arguments, out, lse, sees)
     for old, new in replacements:
         old.replace_all_uses_with(new)
     return {old for old, _ in replacements}
@@ -141,8 +149,9 @@ def first(nodes: Iterable[Node]) -> Node:
     return chosen
 
 
-def _matmul_before(node: Node) -> Node:
-    while node.target not in MATMULS:
+def _product_before(node: Node, anchor: Node) -> Node:
+    """The matmul whose result the node is an arrangement of, or the result of a call."""
+    while node is not anchor and node.target not in MATMULS:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -247,7 +256,7 @@ def results(
 
 
 def _write_backward(
-    site: Site, axes: Axes, arguments: list[Any], out: Node, lse: Node
+    site: Site, axes: Axes, arguments: list[Any], out: Node, lse: Node, sees: Node | None
 ) -> list[tuple[Node, Node]]:
     found = site.gradients
     assert found is not None
@@ -258,6 +267,8 @@ def _write_backward(
     emit = Emitter(point, point)
     grad = emit.arrange(found.grad_out, axes.out, expand=True)
     grad = emit.cast(grad, arguments[2].meta["val"].dtype)
+    if sees is not None:
+        grad = empty_rows.zeroed(grad, sees, emit)
     needs = [bool(found.q), bool(found.k), bool(found.v)]
     made = emit.call(ops.attention_backward, grad, out, lse, *needs, *arguments)
     pairs: list[tuple[Node, Node]] = []

@@ -128,4 +128,6 @@ class Site:
     outputs: tuple[Target, ...] = ()
     weights: tuple[Target, ...] = ()  # where the weights themselves are needed
     gradients: Gradients | None = None
+    is_sdpa: bool = False  # a call of F.scaled_dot_product_attention
+    zeros_empty_rows: bool = False  # a row that sees no key is zero, where a softmax makes it NaN
     notes: tuple[str, ...] = ()

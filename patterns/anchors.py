@@ -23,6 +23,7 @@ from torch._inductor.pattern_matcher import (
 )
 
 from .axes import Place, Size, shape_of, whole
+from .empty_rows import zeroed_where_empty
 from .moves import broadcast, step
 
 aten = torch.ops.aten
@@ -31,13 +32,17 @@ Node = torch.fx.Node
 
 @dataclass(frozen=True)
 class Softmax:
-    """weights = softmax(scores, dim) = exponentials / total; dim counted from the front."""
+    """weights = softmax(scores, dim) = exponentials / total; dim counted from the front.
+
+    is_guarded: rows whose scores are all -inf are zero (empty_rows.py), not NaN.
+    """
 
     scores: Node
     weights: Node
     dim: int
     exponentials: Node
     total: Node
+    is_guarded: bool = False
 
 
 def _total_pattern(*more: Arg) -> CallFunction:
@@ -110,7 +115,12 @@ def _softmaxes_of(total: Node) -> list[Softmax]:
             and _reduced(b, dim, shape, _summed) is exponentials
         ):
             quotients.setdefault((user.target, user.args), user)
-    return [Softmax(scores, made, dim, exponentials, total) for made in quotients.values()]
+    found: list[Softmax] = []
+    for made in quotients.values():
+        guarded = zeroed_where_empty(made, scores, dim)
+        is_guarded = guarded is not None
+        found.append(Softmax(scores, guarded or made, dim, exponentials, total, is_guarded))
+    return found
 
 
 Reduction: TypeAlias = tuple[Node, list[int], bool]  # (of what, over which dims, kept or not)

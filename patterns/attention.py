@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -32,8 +33,10 @@ from .axes import (
     whole,
 )
 from .elements import Elements, lane_place
+from .empty_rows import may_be_empty
 from .integers import Integers
 from .operands import Operand
+from .outside import looks_turned, outside
 from .values import ValueNumbers, scalar_value
 
 aten = torch.ops.aten
@@ -90,18 +93,18 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     k = Operand(read.matmul, k_operand, names.apply(right))
     if "j" in axes_in(q.position):
         q, k = k, q  # spelled K Q^T
-    q_view, k_view, turns, lanes = _rotated(q, k, head_dim, values, rotate)
+    turned = rotated(q, k, head_dim, values, rotate)
     mask = masks.read(
         read,
         Integers(values),
         frozenset(axis for axis in axes_in(canonical[:-2])),
         (shape[-2], shape[-1]),
     )
-    batch, kv_heads, group = grouped(canonical[:-2], q_view, k_view, v_view, turns, mask)
+    batch, kv_heads, group = grouped(canonical[:-2], turned.q, turned.k, v_view, turned.turns, mask)
     site = Site(
         anchor=weights,
-        q=q_view,
-        k=k_view,
+        q=turned.q,
+        k=turned.k,
         v=v_view,
         batch=batch,
         kv_heads=kv_heads,
@@ -110,19 +113,21 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         key_length=shape[-1],
         head_dim=head_dim,
         value_dim=value_dim,
-        scale=read.scale,
+        scale=read.scale * turned.factor,
         scale_tensor=read.scale_tensor,
         softcap=read.softcap,
-        rotate_q=turns[0],
-        rotate_k=turns[1],
+        rotate_q=turned.turns[0],
+        rotate_k=turned.turns[1],
         sink=None if read.sink is None else sink_view(read.sink, heads_only=(*kv_heads, *group)),
         mask=mask,
         outputs=arrangements(product_, out_names.apply(operands.matmul_axes(product_)[2]), values),
+        zeros_empty_rows=softmax.is_guarded and may_be_empty(mask, shape[-2], shape[-1]),
+        notes=turned.misses,
     )
     for target in site.outputs:
         operands.unrounded(target.node, product_)
     whole_softmax = View(softmax.weights, at_softmax)
-    return Forward(softmax, site, canonical, whole_softmax, product_, read, q, k, *lanes)
+    return Forward(softmax, site, canonical, whole_softmax, product_, read, q, k, *turned.lanes)
 
 
 def without_sink(weights: Node) -> tuple[Node, Size]:
@@ -203,35 +208,67 @@ def score_names(read: scores.Scores, canonical: Position) -> Renaming:
     return names
 
 
-def _rotated(
-    q: Operand, k: Operand, head_dim: int, values: ValueNumbers, rotate: bool
-) -> tuple[
-    View,
-    View,
-    tuple[Rotation | None, Rotation | None],
-    tuple[rotation.Lanes | None, rotation.Lanes | None],
-]:
+BothLanes: TypeAlias = tuple[rotation.Lanes | None, rotation.Lanes | None]
+
+
+@dataclass(frozen=True)
+class Turned:
+    """q and k behind their rotations, as far as those were read.
+
+    factor: what both are multiplied by beside the rotation. misses: why a rotation stays outside.
+    """
+
+    q: View
+    k: View
+    turns: tuple[Rotation | None, Rotation | None] = (None, None)
+    lanes: BothLanes = (None, None)
+    factor: float = 1.0
+    misses: tuple[str, ...] = ()
+
+
+def rotated(q: Operand, k: Operand, head_dim: int, values: ValueNumbers, rotate: bool) -> Turned:
     """q and k behind their rotations where both read, in one order of lanes; else as the matmul has
     them."""
     plain = (operands.view(q.node, q.position), operands.view(k.node, k.position))
     if not rotate:
-        return *plain, (None, None), (None, None)
-    found: list[tuple[View, Rotation, tuple[int, ...], rotation.Lanes] | None] = []
-    for operand, row in ((q, "i"), (k, "j")):
+        return Turned(*plain)
+    found: list[Turn | None] = []
+    misses: dict[str, list[str]] = {}
+    for name, operand, row in (("q", q, "i"), ("k", k, "j")):
         try:
             found.append(read_rotation(operand, row, head_dim, values))
-        except Unread:
+        except Unread as why:
             found.append(None)
+            if looks_turned(operand, row, values):
+                misses.setdefault(str(why), []).append(name)
     straight = tuple(range(head_dim))
-    orders = [f[2] if f else straight for f in found]
+    orders = [f.order if f else straight for f in found]
     if orders[0] != orders[1]:
-        found = [f if f and f[2] == straight else None for f in found]
-    if found[0] and found[1] and _shape(found[0][1]) != _shape(found[1][1]):
+        why = f"the lanes of q begin {_begin(orders[0])}, those of k {_begin(orders[1])}"
+        misses[f"{why}, accepted one order"] = [
+            n for n, f in zip("qk", found, strict=True) if f and f.order != straight
+        ]
+        found = [f if f and f.order == straight else None for f in found]
+    if found[0] and found[1] and _shape(found[0].turn) != _shape(found[1].turn):
+        seen = [_turning(f.turn) for f in (found[0], found[1])]
+        misses[f"q turns {seen[0]}, k {seen[1]}, accepted equal"] = ["k"]
         found[1] = None
-    views = [f[0] if f else p for f, p in zip(found, plain, strict=True)]
-    turns = tuple(f[1] if f else None for f in found)
-    lanes = tuple(f[3] if f else None for f in found)
-    return views[0], views[1], turns, lanes  # type: ignore[return-value]
+    factor = 1.0
+    for f in found:
+        factor *= f.factor if f else 1.0
+    views = [f.view if f else p for f, p in zip(found, plain, strict=True)]
+    turns = tuple(f.turn if f else None for f in found)
+    lanes = tuple(f.lanes if f else None for f in found)
+    sentences = tuple(outside(why, names) for why, names in misses.items())
+    return Turned(views[0], views[1], turns, lanes, factor, sentences)  # type: ignore[arg-type]
+
+
+def _begin(order: tuple[int, ...]) -> str:
+    return ", ".join(map(str, order[:3]))
+
+
+def _turning(turn: Rotation) -> str:
+    return f"{turn.width} lanes from {turn.start} in {'pairs' if turn.interleaved else 'halves'}"
 
 
 def _shape(turn: Rotation) -> tuple[int, int, bool]:
@@ -247,15 +284,26 @@ def read_lanes(
     return rotation.lanes(reader, operand.node, position, head_dim)
 
 
-def read_rotation(
-    operand: Operand, row: str, head_dim: int, values: ValueNumbers
-) -> tuple[View, Rotation, tuple[int, ...], rotation.Lanes]:
+@dataclass(frozen=True)
+class Turn:
+    """A rotation that was read: its input, and the factor and the order of lanes beside it."""
+
+    view: View
+    turn: Rotation
+    order: tuple[int, ...]
+    lanes: rotation.Lanes
+    factor: float
+
+
+def read_rotation(operand: Operand, row: str, head_dim: int, values: ValueNumbers) -> Turn:
     found = read_lanes(operand, row, head_dim, values)
-    turn, order = rotation.rotation(found)
+    factor = rotation.common_factor(found)
+    turn, order = rotation.rotation(rotation.divided(found, factor))
     operands.unrounded(operand.node, found.source.node)
-    if found.source.dtype != operand.node.meta["val"].dtype:
-        raise Unread(f"the input of the rotation is {found.source.dtype}, the matmul's another")
-    return lane_view(found, head_dim), turn, order, found
+    have, wanted = found.source.dtype, operand.node.meta["val"].dtype
+    if have != wanted:
+        raise Unread(f"the rotation takes {have} and the matmul {wanted}, accepted equal")
+    return Turn(lane_view(found, head_dim), turn, order, found, factor)
 
 
 def lane_view(found: rotation.Lanes, head_dim: int) -> View:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from inductor_gqa.site import Gradients, Target, View
+from inductor_gqa.site import Gradients, Site, Target, View
 
 from . import operands, rotation, terms
 from .attention import Forward, arrangements
@@ -75,7 +75,9 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     v_targets = [
         target
         for matmul, position, _, over in dv_products
-        for target in _targets(forward, matmul, position, None, _unsummed(forward, over), values)
+        for target in finished_targets(
+            forward.site, matmul, position, None, _unsummed(forward, over), values
+        )
     ]
     q_targets: list[Target] = []
     k_targets: list[Target] = []
@@ -83,7 +85,7 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
         for matmul, position, role, ratio, over in _score_gradients(forward, dp[0], dp[1], values):
             lanes = forward.q_lanes if role == "q" else forward.k_lanes
             summed = () if role == "q" else _unsummed(forward, over)
-            found = _targets(forward, matmul, position, lanes, summed, values, ratio)
+            found = finished_targets(forward.site, matmul, position, lanes, summed, values, ratio)
             (q_targets if role == "q" else k_targets).extend(found)
     sinks = () if dp is None else _sink_gradient(forward, dp[0], dp[1], values)
     return Gradients(first, tuple(q_targets), tuple(k_targets), tuple(v_targets), sinks)
@@ -329,7 +331,8 @@ def _proven(
 
 def _algebra(forward: Forward, dp: Node, values: ValueNumbers) -> Elements:
     stops = [forward.softmax.node, dp, forward.scores.matmul]
-    return Elements(values, stops, algebra=True, softmax=forward.anchor)
+    softmax = None if forward.site.zeros_empty_rows else forward.anchor  # sums to one
+    return Elements(values, stops, algebra=True, softmax=softmax)
 
 
 def _sink_gradient(
@@ -450,8 +453,8 @@ def _unsummed(forward: Forward, over: Place) -> tuple[Digit, ...]:
     return tuple(d for d in forward.site.group if d not in inside)
 
 
-def _targets(
-    forward: Forward,
+def finished_targets(
+    site: Site,
     start: Node,
     position: Position,
     lanes: rotation.Lanes | None,
@@ -464,7 +467,7 @@ def _targets(
     if lanes is None and not summed and ratio == 1.0:
         end, at = start, position
     else:
-        end, at = _finished(forward, start, position, lanes, summed, values, ratio)
+        end, at = _finished(site, start, position, lanes, summed, values, ratio)
     targets = arrangements(end, at, values)
     for target in targets:
         operands.unrounded(target.node, start)
@@ -472,7 +475,7 @@ def _targets(
 
 
 def _finished(
-    forward: Forward,
+    site: Site,
     start: Node,
     position: Position,
     lanes: rotation.Lanes | None,
@@ -488,7 +491,7 @@ def _finished(
         _, _, node = heapq.heappop(open_)
         waiting.discard(node)
         if not waiting and node is not start:
-            at = _as_result(forward, node, start, position, lanes, summed, values, ratio)
+            at = _as_result(site, node, start, position, lanes, summed, values, ratio)
             if at is not None:
                 return node, at
         for user in node.users:
@@ -503,7 +506,7 @@ def _finished(
 
 
 def _as_result(
-    forward: Forward,
+    site: Site,
     node: Node,
     start: Node,
     position: Position,
@@ -522,7 +525,7 @@ def _as_result(
         if lanes is None:
             return _moved_result(node, own, start, position, summed, values, ratio)
         for dim in reversed(range(len(shape))):
-            heads = quotient(shape[dim], forward.site.head_dim)
+            heads = quotient(shape[dim], site.head_dim)
             if heads is None:
                 continue
             at = _turned_result(

@@ -85,6 +85,8 @@ def step(node: Node, position: Position, casts: bool = True) -> tuple[Node, Posi
             index += n
         place = Place() if same(n, 1) else Place((), index)
         return source, (*position[:dim], place, *position[dim:])
+    if op is aten.constant_pad_nd.default:
+        return _step_pad(args[1], source, shape, position)  # type: ignore[arg-type]
     if op is aten.flip.default:
         dims = [d % rank for d in args[1]]  # type: ignore[union-attr]
         if all(position[d].is_fixed and isinstance(shape[d], int) for d in dims):
@@ -174,6 +176,29 @@ def _step_slice(
         return source, _moved(position, dim, start, args[4], shape[dim])
     except Unread:
         return None
+
+
+def _step_pad(
+    pads: list[Any], source: Node, shape: tuple[Size, ...], position: Position
+) -> tuple[Node, Position] | None:
+    """Only for elements that are not padding; `pads` starts with the last dim."""
+    out = list(position)
+    for k in range(len(pads) // 2):
+        dim, left = len(shape) - 1 - k, _index(pads[2 * k])
+        if left is None:
+            return None
+        place, n = position[dim], shape[dim]
+        if place.digits and place.is_fixed and isinstance(left, int) and isinstance(n, int):
+            inside = tuple(v - left for v in numbers(place))
+            if not all(0 <= v < n for v in inside):
+                return None
+            out[dim] = fixed(inside, n)
+            continue
+        start = place.offset - left
+        if not same(start, 0) or not same(place.extent, n):
+            return None
+        out[dim] = Place(place.digits)
+    return source, tuple(out)
 
 
 def _is_within(start: Size, size: Size, length: Size) -> bool:

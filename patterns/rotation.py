@@ -20,6 +20,7 @@ factors other than 1 beside the tables.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +29,7 @@ from inductor_gqa.site import Rotation, Table, View
 
 from .axes import Digit, Fixed, Place, Position, Unread
 from .elements import Elements, by_lane
-from .terms import Atom, Terms
+from .terms import Atom, Terms, near
 
 Node = torch.fx.Node
 
@@ -74,7 +75,10 @@ def strands(read: Terms, count: int) -> list[Strand]:
         data = [a for a in atoms if a.kind != "table"]
         tables = [a for a in atoms if a.kind == "table"]
         if len(data) != 1 or len(tables) > 1:
-            raise Unread("a lane is not a sum of table times input")
+            raise Unread(
+                f"a term of a lane has {len(data)} inputs and {len(tables)} tables, "
+                "accepted 1 and 1 or none"
+            )
         bare, dim, lanes_ = without_lanes(data[0], count)
         if tables:
             outer, table_dim, columns = split_lanes(tables[0].position, count)
@@ -93,11 +97,11 @@ def without_lanes(atom: Atom, count: int) -> tuple[Atom, int, tuple[int, ...]]:
     if atom.kind == "sum":
         axes, inside = atom.inner
         if len(inside) != 1:
-            raise Unread("a sum of products among the lanes")
+            raise Unread(f"a lane sums products of {len(inside)} factors, accepted 1")
         inner, dim, lanes_ = without_lanes(inside[0], count)
         return Atom("sum", inner=(axes, (inner,))), dim, lanes_
     if atom.kind != "load":
-        raise Unread(f"a lane depends on {atom.kind}")
+        raise Unread(f"a lane depends on {atom.kind}, accepted products and sums")
     outer, dim, lanes_ = split_lanes(atom.position, count)
     return Atom("load", atom.node, outer), dim, lanes_
 
@@ -117,7 +121,9 @@ def lanes(reader: Elements, node: Node, position: Position, count: int) -> Lanes
     (((source, dim), used),) = sources.items()
     start = min(used)
     if used != set(range(start, start + count)) or source.node is None:
-        raise Unread("the lanes are not one run of the input's last dim")
+        raise Unread(
+            f"{len(used)} of the input's lanes from {start} are used, accepted a run of {count}"
+        )
     moved = [tuple(replace(t, lane=t.lane - start) for t in form) for form in forms]
     return Lanes(View(source.node, source.position), dim, start, moved)
 
@@ -128,13 +134,15 @@ def split_lanes(position: Position, count: int) -> tuple[Position, int, tuple[in
         d for d, place in enumerate(position) if any(isinstance(x, Fixed) for x in place.digits)
     ]
     if len(found) != 1:
-        raise Unread("the head dim lies in several dims of one tensor, or in none")
+        raise Unread(f"the head dim lies in {len(found)} dims of a tensor, accepted 1")
     dim = found[0]
     place = position[dim]
     digit = place.digits[-1]
     rest = place.digits[:-1]
     if not isinstance(digit, Fixed) or any(isinstance(d, Fixed) for d in rest):
-        raise Unread("the head dim is not the innermost part of its dim")
+        raise Unread(
+            f"the head dim is an outer part of dim {dim} of a tensor, accepted the innermost"
+        )
     lanes_ = digit.values
     assert len(lanes_) == count
     if not rest:
@@ -145,6 +153,23 @@ def split_lanes(position: Position, count: int) -> tuple[Position, int, tuple[in
     return (*position[:dim], bare, *position[dim + 1 :]), dim, lanes_
 
 
+def common_factor(found: Lanes) -> float:
+    """The number that every lane is multiplied by, whatever its sign; 1 where they differ."""
+    factors = [abs(term.factor) for form in found.forms for term in form]
+    first = factors[0] if factors else 1.0
+    return first if first and all(near(f, first) for f in factors) else 1.0
+
+
+def divided(found: Lanes, factor: float) -> Lanes:
+    """The lanes without a factor that they have in common."""
+    if factor == 1.0:
+        return found
+    ones = [
+        tuple(replace(t, factor=math.copysign(1.0, t.factor)) for t in form) for form in found.forms
+    ]
+    return replace(found, forms=ones)
+
+
 def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple[int, ...]]:
     """The rotation that the lanes are, and their order: order[k] is the input lane that output lane
     k belongs to."""
@@ -153,20 +178,23 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
     for k, form in enumerate(found.forms):
         plain = len(form) == 1 and form[0].table is None and form[0].factor == 1.0
         if k not in turned and not plain:
-            raise Unread("a lane is neither turned nor passed as it is")
+            raise Unread(f"lane {k} has {_form(form)}, accepted two products with tables or itself")
     if not turned:
-        raise Unread("no lane is turned")
+        raise Unread("0 lanes are turned, accepted 2 or more")
     tables: dict[View, list[float]] = {}
     for k in turned:
         for term in found.forms[k]:
             if term.table is None or abs(term.factor) != 1.0:
-                raise Unread("a turned lane has a term without a table, or with a factor")
+                seen = _form(found.forms[k])
+                raise Unread(f"turned lane {k} has {seen}, accepted factors 1 and -1")
             tables.setdefault(term.table, []).append(term.factor)
     if len(tables) != 2:
         raise Unread(f"the rotation uses {len(tables)} tables, accepted 2")
     cosines = [t for t, factors in tables.items() if len(set(factors)) == 1 and factors[0] == 1.0]
     if len(cosines) != 1:
-        raise Unread("no table has the same sign in all lanes, as a cosine has")
+        raise Unread(
+            f"{len(cosines)} tables have one sign in all lanes, accepted 1 as the cosine has"
+        )
     cos = cosines[0]
     (sin,) = [t for t in tables if t != cos]
     own: dict[int, tuple[int, Term, Term]] = {}
@@ -178,30 +206,34 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
         straight = [t for t in form if t.table == cos]
         crossed = [t for t in form if t.table == sin]
         if len(straight) != 1 or len(crossed) != 1:
-            raise Unread("a turned lane does not have one term of each table")
+            raise Unread(
+                f"turned lane {k} has {len(straight)} terms of the one table and {len(crossed)} of "
+                "the other, accepted 1 and 1"
+            )
         order.append(straight[0].lane)
         own[straight[0].lane] = (crossed[0].lane, straight[0], crossed[0])
     if sorted(order) != list(range(count)):
-        raise Unread("two lanes are turned from the same input lane")
+        raise Unread(f"the lanes come from {len(set(order))} input lanes, accepted {count}")
     return _paired(own, cos, sin), tuple(order)
 
 
 def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rotation:
     start, width = min(own), len(own)
     if sorted(own) != list(range(start, start + width)):
-        raise Unread("the turned lanes are not one run")
+        raise Unread(f"turned lanes are {_some(sorted(own))}, accepted one run")
     lanes_ = range(start, start + width)
     half = all(
         own[x][0] == (x + width // 2 if x < start + width // 2 else x - width // 2) for x in lanes_
     )
     next_to = all(own[x][0] == start + ((x - start) ^ 1) for x in lanes_)
     if width % 2 or not (half or next_to):
-        raise Unread("the lanes turn in pairs that are neither halves nor neighbours")
+        pair = f"{start} with {own[start][0]}"
+        raise Unread(f"lane {pair} of {width} turns, accepted halves or neighbours")
     interleaved = not half
     first = [(x - start) % 2 == 0 if interleaved else x < start + width // 2 for x in lanes_]
     signs = {own[x][2].factor * (-1.0 if f else 1.0) for x, f in zip(lanes_, first, strict=True)}
     if len(signs) != 1:
-        raise Unread("the two lanes of a pair turn in one direction")
+        raise Unread("the two lanes of a pair turn in one direction, accepted opposite ones")
     return Rotation(
         _table(cos, [own[x][1] for x in lanes_]),
         _table(sin, [own[x][2] for x in lanes_]),
@@ -228,12 +260,13 @@ def _table(view: View, terms: list[Term]) -> Table:
     )
     spread = next((name for name, pattern in known if used == pattern), None)
     if spread is None:
-        raise Unread(
-            "the columns of a rotation table are used in an order that is none of the known"
-        )
+        names = ", ".join(name for name, _ in known)
+        raise Unread(f"table columns are used as {_some(used)}, accepted {names}")
     dim, place = terms[0].table_dim, view.position[terms[0].table_dim]
     if place.digits:
-        raise Unread("the columns of a rotation table share a dim with another axis")
+        raise Unread(
+            f"the columns of a rotation table share dim {dim} with another axis, accepted their own"
+        )
     column = Place((Digit("w", 1, max(used) + 1),), start)
     return Table(View(view.node, (*view.position[:dim], column, *view.position[dim + 1 :])), spread)
 
@@ -245,3 +278,15 @@ def adjoint(found: Lanes) -> list[dict[tuple[View | None, int, int], float]]:
         for term in form:
             out[term.lane][(term.table, term.column, k)] = term.factor
     return out
+
+
+def _form(form: tuple[Term, ...]) -> str:
+    parts = [
+        f"{t.factor:g}{'' if t.table is None else f' * {t.table.node}'} * lane {t.lane}"
+        for t in form[:3]
+    ]
+    return f"{len(form)} terms ({', '.join(parts)}{', ...' if len(form) > 3 else ''})"
+
+
+def _some(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")

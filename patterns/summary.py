@@ -25,6 +25,8 @@ def describe(site: Site) -> str:
     if site.softcap:
         parts.append(f"softcap {site.softcap:g}")
     parts.append("returns the weights" if site.weights else "returns no weights")
+    if site.is_sdpa:
+        parts.append("scaled_dot_product_attention")
     if site.gradients is not None:
         found = site.gradients
         names = [n for n, t in (("q", found.q), ("k", found.k), ("v", found.v)) if t]

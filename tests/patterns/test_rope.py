@@ -340,6 +340,16 @@ def test_complex_rotation_is_fused_or_left_outside():
     never_wrong(Complex(), *inputs())
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("rotation", [half, interleaved, partial], ids=lambda f: f.__name__)
+def test_factor_beside_all_lanes_is_part_of_the_scale(rotation, train):
+    """A scale may stand on q and k, as in PyTorch's own attention without a fused kernel."""
+    module = Attention(rotation=lambda x, c, s: rotation(x, c, s) * 0.7, scale=0.4)
+    seen = fuses(module, *inputs(), train=train, scores=(11, 11))
+    assert "no RoPE" not in seen.summary
+    assert seen.argument("scale") == pytest.approx(0.4 * 0.7 * 0.7)
+
+
 class TestNearMisses:
     """Not a rotation that the kernels know: it stays outside and the attention fuses."""
 
@@ -357,8 +367,15 @@ class TestNearMisses:
     def test_three_terms(self):
         self.outside(lambda x, cos, sin: x * cos + rotate_half(x) * sin + x)
 
-    def test_factor_beside_the_table(self):
-        self.outside(lambda x, cos, sin: (x * cos + rotate_half(x) * sin) * 2.0 + 0.0)
+    def test_factor_beside_a_part_of_the_lanes(self):
+        def scaled(x, cos, sin):
+            turned = x * cos + rotate_half(x) * sin
+            return torch.cat((turned[..., :4] * 2.0, turned[..., 4:]), -1)
+
+        self.outside(scaled)
+
+    def test_factor_that_differs_for_the_two_tables(self):
+        self.outside(lambda x, cos, sin: x * cos * 2.0 + rotate_half(x) * sin)
 
     def test_neither_halves_nor_neighbours(self):
         def quarters(x, cos, sin):
