@@ -115,7 +115,7 @@ def _rotated(given: dict[str, torch.Tensor], attention: Attention) -> dict[str, 
     if not launches:
         return {"q": given["q"], "k": given["k"]}
     made = dict(zip(scratch, execute(Plan(scratch, launches, tuple(scratch)), given), strict=True))
-    return {name: made.get(slot, given[name]) for name, slot in names.items()}
+    return {name: made.get(names[name], given[name]) for name in ("q", "k")}
 
 
 def _adjoint_tables(given: dict[str, torch.Tensor], interleaved: bool) -> dict[str, torch.Tensor]:
