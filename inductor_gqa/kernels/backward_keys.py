@@ -22,6 +22,7 @@ from inductor_gqa.kernels.tiles import (
     rows_of,
     score_gradient,
     scores,
+    single,
     store_tile,
     stream_tile,
 )
@@ -134,6 +135,8 @@ def keys_kernel(
     RULES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, NEED_K: tl.constexpr,
     NEED_V: tl.constexpr,
 ):  # fmt: skip
+    scale, unit, softcap = single(scale), single(unit), single(softcap)
+    fill, keep_scale = single(fill), single(keep_scale)
     # Ascending: under a causal mask the first keys are seen by the most rows, so this is longest
     # first.
     pid = tl.program_id(0)

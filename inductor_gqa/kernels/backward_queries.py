@@ -21,6 +21,7 @@ from inductor_gqa.kernels.tiles import (
     product,
     score_gradient,
     scores,
+    single,
     stream_tile,
 )
 
@@ -89,6 +90,8 @@ def queries_kernel(
     START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr,
     RULES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    scale, unit, softcap = single(scale), single(unit), single(softcap)
+    fill, keep_scale = single(fill), single(keep_scale)
     # Longest first, as in the forward.
     pid = tl.program_id(0)
     heads = B * K * R

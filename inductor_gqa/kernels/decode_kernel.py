@@ -13,7 +13,15 @@ import triton.language as tl
 from inductor_gqa.kernels.forward import attend, first_sum
 from inductor_gqa.kernels.rotate import lanes, load_lanes
 from inductor_gqa.kernels.rules import EMPTY_ROWS, EXACT, KEEP, KEY_MASK, SHIFTED
-from inductor_gqa.kernels.tiles import LOG2E, head_offset, kept, keys_of, log_sum_exp, stream_tile
+from inductor_gqa.kernels.tiles import (
+    LOG2E,
+    head_offset,
+    kept,
+    keys_of,
+    log_sum_exp,
+    single,
+    stream_tile,
+)
 
 MASK_BLOCK = tl.constexpr(1024)
 
@@ -81,6 +89,8 @@ def split_kernel(
     START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr,
     RULES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    scale, unit, softcap = single(scale), single(unit), single(softcap)
+    fill, keep_scale = single(fill), single(keep_scale)
     # Row tiles of the same keys run side by side, then heads, whose K and V share memory pages.
     pid = tl.program_id(0)
     row_tiles = tl.cdiv(L * R, BM)

@@ -38,6 +38,7 @@ from inductor_gqa.kernels.tiles import (
     log_sum_exp,
     product,
     scores,
+    single,
     softmax_step,
     store_tile,
     stream_tile,
@@ -133,6 +134,8 @@ def forward_kernel(
     E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RULES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    scale, unit, softcap = single(scale), single(unit), single(softcap)
+    fill, keep_scale = single(fill), single(keep_scale)
     # Longest first: under a causal mask the last rows carry the most work and must not be what the
     # grid ends on. Heads vary fastest: the query heads of one key head run side by side and share
     # its K and V in L2.

@@ -17,6 +17,7 @@ from inductor_gqa.kernels.tiles import (
     load_tile,
     product,
     scores,
+    single,
     softmax_step,
     stream_tile,
 )
@@ -66,6 +67,8 @@ def origin_kernel(
     E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RULES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    scale, unit, softcap = single(scale), single(unit), single(softcap)
+    fill, keep_scale = single(fill), single(keep_scale)
     heads = B * K * R
     bh = tl.program_id(0) % heads
     b = bh // (K * R)

@@ -31,6 +31,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def single(number):
+    """A launch's float in fp32. Inductor passes fp64, and all that it touches would be fp64."""
+    return tl.cast(number, tl.float32)
+
+
+@triton.jit
 def head_offset(b, k, r, stride_b, stride_k, stride_r):
     return b.to(tl.int64) * stride_b + k.to(tl.int64) * stride_k + r.to(tl.int64) * stride_r
 

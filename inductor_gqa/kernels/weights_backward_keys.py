@@ -14,6 +14,7 @@ from inductor_gqa.kernels.tiles import (
     head_offset,
     load_tile,
     product,
+    single,
     store_tile,
     stream_tile,
 )
@@ -100,6 +101,7 @@ def weights_keys_kernel(
     PRECISION: tl.constexpr, TMA: tl.constexpr, WEIGHTS_TMA: tl.constexpr, DS_TMA: tl.constexpr,
     CHECK: tl.constexpr, LOAD_DS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
+    scale = single(scale)
     # `length`: columns of P to read, its pitch where it is a padded copy. dK first: it is the
     # longer part where dS is made again. Tiles vary fastest: they share Q and dO in L2.
     pid = tl.program_id(0)

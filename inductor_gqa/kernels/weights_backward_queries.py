@@ -10,7 +10,14 @@ are copied on the way to rows that are, for all later readers.
 import triton
 import triton.language as tl
 
-from inductor_gqa.kernels.tiles import add_product, head_offset, load_tile, product, stream_tile
+from inductor_gqa.kernels.tiles import (
+    add_product,
+    head_offset,
+    load_tile,
+    product,
+    single,
+    stream_tile,
+)
 from inductor_gqa.kernels.weights_tiles import (
     store_row_tile,
     store_turned_back,
@@ -64,6 +71,7 @@ def weights_queries_kernel(
     CHECK: tl.constexpr,
     NEED_Q: tl.constexpr, STORE_DS: tl.constexpr,
 ):  # fmt: skip
+    scale = single(scale)
     pid = tl.program_id(0)
     tiles = tl.cdiv(L, BM)
     row0 = pid % tiles * BM

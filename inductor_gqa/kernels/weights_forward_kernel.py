@@ -19,6 +19,7 @@ from inductor_gqa.kernels.tiles import (
     product,
     round_to_tf32,
     scores,
+    single,
     softmax_step,
     store_tile,
     stream_tile,
@@ -179,6 +180,7 @@ def weights_forward_kernel(
     BM: tl.constexpr, BN: tl.constexpr, RULES: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, V_TMA: tl.constexpr, V_TURNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    scale, unit, softcap, fill = single(scale), single(unit), single(softcap), single(fill)
     # Longest first: under a causal mask the last rows carry the most work and must not be what the
     # grid ends on.
     pid = tl.program_id(0)

@@ -29,6 +29,7 @@ def assert_compiles(sm: int, cases: list[str], script: str = "compile_weights.py
         for record in records
         if record["stack"] > 0
         or record["unset"]
+        or record["doubles"]
         or record["shared"] > SHARED_LIMIT[sm]
         or not (record["uses_tensor_cores"] or record["kernel"] in WITHOUT_PRODUCTS)
     ]

@@ -11,7 +11,7 @@ import sys
 
 import torch
 import triton
-from compile_plans import DTYPES, sliced, source_of
+from compile_plans import DTYPES, doubles_in, sliced, source_of
 from compile_weights import tiles_of
 from sass import resources, unset_registers
 from triton.backends.compiler import GPUTarget
@@ -64,7 +64,7 @@ def compiled(case, sm):
     slots = {**tensors, **plan.allocate}
     for launch in plan.launches:
         result = triton.compile(
-            source_of(launch, slots),
+            source_of(launch, slots, "fp64" if "doubles" in case else "fp32"),
             target=GPUTarget("cuda", sm, 32),
             options={
                 "enable_fp_fusion": True,
@@ -80,6 +80,7 @@ def compiled(case, sm):
             "registers": registers,
             "stack": stack,
             "unset": unset_registers(result.asm["cubin"]),
+            "doubles": doubles_in(result.asm["ptx"]),
             "shared": result.metadata.shared,
             "uses_tma": "cp.async.bulk.tensor" in result.asm["ptx"],
             "copies_ahead": "cp.async" in result.asm["ptx"],

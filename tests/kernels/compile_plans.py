@@ -3,7 +3,8 @@ of JSON per launch.
 
 A script of its own because the interpreter, once asked for, cannot be left within a process. CASE
 is for instance `D64-E64-bf16-causal` with any of: causal, window, padded, bias, softcap, keep,
-sink, rope, exact, tf32, pointers, sliced.
+sink, rope, exact, tf32, pointers, sliced, doubles (floats are passed
+as Inductor passes them).
 """
 
 import dataclasses
@@ -76,7 +77,7 @@ def attention(case, capability):
     return Attention(tensors, **numbers), False if "pointers" in rules else None
 
 
-def source_of(launch, slots):
+def source_of(launch, slots, floats="fp32"):
     """What the just-in-time compiler would see at this launch."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
@@ -97,8 +98,13 @@ def source_of(launch, slots):
                 if value % 16 == 0:
                     attributes[(index,)] = [["tt.divisibility", 16]]
             else:
-                signature[name] = "fp32"
+                signature[name] = floats
     return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def doubles_in(ptx):
+    """Instructions that compute in fp64; taking a parameter and rounding it are not meant."""
+    return [x for x in re.findall(r"\b[a-z]+[a-z0-9._]*\.f64\b", ptx) if "cvt.rn.f32" not in x]
 
 
 def compiled(case, sm, kernels=None):
@@ -117,7 +123,7 @@ def compiled(case, sm, kernels=None):
                 continue
             seen.add(name + part)
             result = triton.compile(
-                source_of(launch, slots),
+                source_of(launch, slots, "fp64" if "doubles" in case else "fp32"),
                 target=GPUTarget("cuda", sm, 32),
                 options={
                     "enable_fp_fusion": True,
@@ -134,6 +140,7 @@ def compiled(case, sm, kernels=None):
                 "stack": stack,
                 "unset": unset_registers(result.asm["cubin"]),
                 "shared": result.metadata.shared,
+                "doubles": doubles_in(result.asm["ptx"]),
                 "uses_tma": "cp.async.bulk.tensor" in result.asm["ptx"],
                 "uses_tensor_cores": bool(
                     re.search(r"wgmma|tcgen05\.mma|mma\.sync", result.asm["ptx"])

@@ -12,7 +12,7 @@ import sys
 
 import torch
 import triton
-from compile_plans import DTYPES, source_of
+from compile_plans import DTYPES, doubles_in, source_of
 from sass import resources, unset_registers
 from triton.backends.compiler import GPUTarget
 
@@ -93,7 +93,7 @@ def compiled(case, sm):
     slots = {**tensors, **plan.allocate}
     for launch in plan.launches:
         result = triton.compile(
-            source_of(launch, slots),
+            source_of(launch, slots, "fp64" if "doubles" in case else "fp32"),
             target=GPUTarget("cuda", sm, 32),
             options={
                 "enable_fp_fusion": True,
@@ -110,6 +110,7 @@ def compiled(case, sm):
             "stack": stack,
             "unset": unset_registers(result.asm["cubin"]),
             "shared": result.metadata.shared,
+            "doubles": doubles_in(result.asm["ptx"]),
             "uses_tma": "cp.async.bulk.tensor" in result.asm["ptx"],
             "uses_wgmma": "wgmma" in result.asm["ptx"],
             "uses_tensor_cores": bool(
