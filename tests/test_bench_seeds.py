@@ -20,7 +20,10 @@ def run(*options):
 @pytest.mark.slow
 def test_both_programs_are_fused_and_within_tolerance(tmp_path):
     out = tmp_path / "seeds.json"
-    done = run("--tiny", "--checks", "1", "--programs", "003,075", "--out", str(out))
+    done = run(
+        *["--tiny", "--variants", "fused", "--checks", "1", "--programs", "003,075", "--out"],
+        str(out),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert [(row["program"], row["B"], row["L"]) for row in result["cases"]] == [
