@@ -86,10 +86,15 @@ class Emitter:
                 return node
         if isinstance(size, sympy.Symbol):
             return self._size_of_symbol(size)
+        parts: Sequence[Any] = ()
         if isinstance(size, sympy.Add | sympy.Mul):
+            parts = size.args
+        elif isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp > 0:
+            parts = [size.base] * int(size.exp)
+        if parts:
             op = operator.add if isinstance(size, sympy.Add) else operator.mul
             total: Any = None
-            for part in size.args:
+            for part in parts:
                 value = self.size(size_of(part))
                 total = value if total is None else self.call(op, total, value)
             return total

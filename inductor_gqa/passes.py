@@ -22,17 +22,18 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from . import decide, reading, report, rewrite, rewrite_given
 from .costs import costs
+from .patterns import dropout
 from .patterns.anchors import Softmax, row_sums, softmaxes
 from .patterns.attention import Forward, arrangements, read_forward, without_sink
 from .patterns.axes import Unread
 from .patterns.given import Given, read_given
 from .patterns.gradients import read_gradients
-from .patterns.operands import MATMULS, moved_users
+from .patterns.operands import moved_users
 from .patterns.outside import outside
 from .patterns.sdpa import Call, calls, discard, read_call, read_call_gradients, survivor
 from .patterns.summary import describe, describe_given
 from .patterns.values import ValueNumbers
-from .site import Site
+from .site import Site, Target
 from .subgraph import Change, Watch
 
 log = logging.getLogger("inductor_gqa")
@@ -107,9 +108,8 @@ def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
     site = found.site
     site.gradients = read_gradients(found, values)
     kept = rewrite.leftover(site, softmax.weights)
-    if kept is not None and site.gradients is None and not (site.softcap or site.sink):
-        ends = arrangements(site.anchor, found.canonical, values)
-        site.weights = tuple(end for end in ends if rewrite.survivor(end.node, found.product))
+    if kept is not None and not (site.softcap or site.sink or site.keep):
+        site.weights = _returned_weights(found, values)
         kept = rewrite.leftover(site, softmax.weights)
     if kept is not None:
         what = "returned" if kept.op == "output" else f"used by {kept}"
@@ -119,6 +119,18 @@ def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
         what = "returned" if kept.op == "output" else f"used by {kept}"
         raise Unread(f"the scores are {what} as well, accepted scores that only the softmax needs")
     return site
+
+
+def _returned_weights(found: Forward, values: ValueNumbers) -> tuple[Target, ...]:
+    """Where the weights are needed beside their product with the values; raises Unread where a
+    gradient comes back that way."""
+    site = found.site
+    done = [target.node for target in rewrite.targets(site)]
+    for _, user in moved_users(site.anchor, ()):
+        if values.comes_from_gradient(user) and rewrite.survivor(user, *done):
+            raise Unread("the attention weights are returned with a gradient, accepted without one")
+    ends = arrangements(site.anchor, found.canonical, values)
+    return tuple(end for end in ends if rewrite.survivor(end.node, *done))
 
 
 class AttentionPass(CustomGraphPass):
@@ -188,7 +200,8 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
                 replaced |= _write(site)
             except Unread as why:
                 reason = str(why)
-        record = _record(anchor, site, reason, graph, seconds + time.perf_counter() - start)
+        seconds += time.perf_counter() - start
+        record = _record(anchor, site, reason, graph, values, seconds)
         if record is None:
             continue
         if watch is not None:
@@ -252,10 +265,11 @@ def _record(
     site: Site | Given | None,
     reason: str | None,
     graph: torch.fx.Graph,
+    values: ValueNumbers,
     seconds: float,
 ) -> report.Record | None:
     is_attention = isinstance(anchor, Call) or (
-        isinstance(anchor, Softmax) and _feeds_matmul(anchor)
+        isinstance(anchor, Softmax) and _feeds_matmul(anchor, values)
     )
     if site is None and not is_attention:
         return (
@@ -303,9 +317,9 @@ def _detailed(
     return report.detailed(record, source=source, gone=change.gone, come=change.come, **details)
 
 
-def _feeds_matmul(softmax: Softmax) -> bool:
+def _feeds_matmul(softmax: Softmax, values: ValueNumbers) -> bool:
     weights, _ = without_sink(softmax.weights)
-    return any(user.target in MATMULS for _, user in moved_users(weights, ()))
+    return bool(dropout.results(weights, values))
 
 
 def _guarded(run: Callable[[], Any], doing: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from . import empty_rows, ops, tables
 from .emit import Emitter
-from .patterns.axes import Digit, Place, Size, same
+from .patterns.axes import Digit, Place, Size, same, size_of
 from .patterns.operands import MATMULS
 from .reference import LOG2E
 from .site import Mask, Site, Target, View
@@ -29,11 +29,11 @@ Groups = tuple[tuple[Digit, ...], ...]
 def leftover(site: Site, softmax: Node) -> Node | None:
     """A node that would keep the softmax alive although the site is replaced; None where nothing
     does."""
-    return survivor(softmax, *replaced(site))
+    return survivor(softmax, *replaced(site), *site.drawn)
 
 
 def replaced(site: Site) -> list[Node]:
-    return [target.node for target in _targets(site)]
+    return [target.node for target in targets(site)]
 
 
 def survivor(node: Node, *replaced: Node) -> Node | None:
@@ -51,7 +51,8 @@ def survivor(node: Node, *replaced: Node) -> Node | None:
     return None
 
 
-def _targets(site: Site) -> Iterable[Target]:
+def targets(site: Site) -> Iterable[Target]:
+    """What the op's results replace."""
     yield from (*site.outputs, *site.weights)
     if site.gradients is not None:
         found = site.gradients
@@ -96,6 +97,8 @@ def write(site: Site, precision: str) -> set[Node]:
     axes = Axes(site)
     forward_point = first(target.node for target in site.outputs)
     product = _product_before(forward_point, site.anchor)
+    for node in site.drawn:
+        _detach_from_weights(node)
     emit = Emitter(product, product)
     arguments = _arguments(site, axes, emit, precision)
     sees = None
@@ -123,10 +126,32 @@ def write(site: Site, precision: str) -> set[Node]:
     return {old for old, _ in replacements}
 
 
+def _detach_from_weights(drawn: Node) -> None:
+    """Gives a random op that takes the weights for their shape an empty tensor of that shape and
+    layout, on which the numbers that it draws may depend."""
+    weights: Node = drawn.args[0]  # type: ignore[assignment]
+    emit = Emitter(drawn, drawn)
+    value = weights.meta["val"]
+    sizes, strides = ([emit.size(size_of(n)) for n in x] for x in (value.shape, value.stride()))
+    options = {"dtype": value.dtype, "device": value.device}
+    empty = emit.call(aten.empty_strided.default, sizes, strides, **options)
+    drawn.replace_input_with(weights, empty)
+
+
+def _kept(site: Site, axes: Axes, emit: Emitter) -> Node | None:
+    views: list[tuple[View, bool]] = []
+    for view, positive in site.keep:
+        node = view.node
+        if node.target is aten.native_dropout.default:  # nothing else needs its mask
+            node = emit.call(operator.getitem, node, 1)
+        views.append((View(node, view.position), positive))
+    return _all_of(tuple(views), axes.scores, emit)
+
+
 def tensors(site: Site) -> set[Node]:
     """The nodes of the graph that the ops will read."""
     views = [site.q, site.k, site.v, *site.mask.bias]
-    views += [view for view, _ in (*site.mask.keys, *site.mask.tensors)]
+    views += [view for view, _ in (*site.mask.keys, *site.mask.tensors, *site.keep)]
     for turn in (site.rotate_q, site.rotate_k):
         if turn is not None:
             views += [turn.cos.view, turn.sin.view]
@@ -178,7 +203,7 @@ def _arguments(site: Site, axes: Axes, emit: Emitter, precision: str) -> list[An
         _bias(mask, axes, emit),
         _all_of(mask.tensors, axes.scores, emit),
         _all_of(mask.keys, (axes.batch, axes.j), emit),
-        None,
+        _kept(site, axes, emit),
         _sink(site, axes, emit),
         site.scale_tensor,
         site.scale,
@@ -189,7 +214,7 @@ def _arguments(site: Site, axes: Axes, emit: Emitter, precision: str) -> list[An
         adds,
         turn.start if turn else 0,
         turn.interleaved if turn else False,
-        1.0,
+        site.keep_scale,
         precision,
     ]
 

@@ -125,6 +125,9 @@ class Site:
     rotate_k: Rotation | None = None
     sink: View | None = None  # a logit per head that joins the softmax and has no value
     mask: Mask = field(default_factory=Mask)
+    keep: tuple[tuple[View, bool], ...] = ()  # dropout: booleans that keep a weight
+    keep_scale: float = 1.0  # what a kept weight is multiplied by
+    drawn: tuple[Node, ...] = ()  # random ops that take the weights for their shape alone
     outputs: tuple[Target, ...] = ()
     weights: tuple[Target, ...] = ()  # where the weights themselves are needed
     gradients: Gradients | None = None

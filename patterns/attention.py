@@ -15,7 +15,7 @@ import torch
 
 from inductor_gqa.site import Rotation, Site, Target, View
 
-from . import masks, operands, rotation, scores
+from . import dropout, masks, operands, rotation, scores
 from .anchors import Softmax
 from .axes import (
     Digit,
@@ -49,7 +49,8 @@ class Forward:
 
     anchor: Softmax
     site: Site
-    canonical: Position  # of the weights that are multiplied with the values
+    canonical: Position  # of the weights, without a sink
+    dropped: View  # the weights as they are multiplied with the values
     softmax: (
         View  # the same element in the softmax's own result, which may have a sink column beside
     )
@@ -73,14 +74,16 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     canonical = canonical_position(shape)
     last = canonical[-1]
     at_softmax = (*canonical[:-1], Place(last.digits, last.offset + beside))
-    product_ = values_matmul(weights, canonical, values)
-    v_view, value_dim, out_names = _values_operand(product_, weights, canonical, values)
+    dropped = dropout.read(weights, canonical, values)
+    used = dropped.result
+    product_ = values_matmul(used.node, used.position, values)
+    v_view, value_dim, out_names = _values_operand(product_, used.node, used.position, values)
     read = scores.read(softmax.scores, at_softmax, values)
     if (read.sink is None) != (weights is softmax.weights):
         raise Unread("a column of the softmax is dropped that is no sink")
     operands.unrounded(softmax.scores, read.matmul)
     for operand in operands.operands(product_):
-        if operands.reaches(operand, weights):
+        if operands.reaches(operand, used.node):
             operands.unrounded(operand, softmax.weights)
     names = score_names(read, canonical)
     q_operand, k_operand = operands.operands(read.matmul)
@@ -120,6 +123,9 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         rotate_k=turned.turns[1],
         sink=None if read.sink is None else sink_view(read.sink, heads_only=(*kv_heads, *group)),
         mask=mask,
+        keep=dropped.keep,
+        keep_scale=dropped.factor,
+        drawn=dropped.drawn,
         outputs=arrangements(product_, out_names.apply(operands.matmul_axes(product_)[2]), values),
         zeros_empty_rows=softmax.is_guarded and may_be_empty(mask, shape[-2], shape[-1]),
         notes=turned.misses,
@@ -127,7 +133,9 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     for target in site.outputs:
         operands.unrounded(target.node, product_)
     whole_softmax = View(softmax.weights, at_softmax)
-    return Forward(softmax, site, canonical, whole_softmax, product_, read, q, k, *turned.lanes)
+    return Forward(
+        softmax, site, canonical, used, whole_softmax, product_, read, q, k, *turned.lanes
+    )
 
 
 def without_sink(weights: Node) -> tuple[Node, Size]:

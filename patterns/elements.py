@@ -113,6 +113,8 @@ class Elements:
         constant = scalar_value(value)
         if constant is not None:
             return terms.number(constant)
+        if self.algebra and value.meta["val"].dtype is torch.bool:
+            return flagged(self, value, position)
         return self.at(value, broadcast(value, position))
 
     def sums_to_one(self, atom: Atom, axis: str) -> bool:

@@ -93,7 +93,7 @@ def read_given(total: Node, values: ValueNumbers) -> Given:
     weights, dp, dp_position = _sides(product, canonical)
     grad_out, v_view, value_dim = _operands(dp, dp_position)
     found = _Found()
-    head_dim = _score_gradients(weights, dp, dp_position, canonical, found, values)
+    head_dim = _score_gradients(weights, dp, dp_position, found, values)
     _value_gradient(weights, canonical, grad_out, found, values)
     sums = {r.summed for role, r in found.results.items() if role in "kv"}
     if len(sums) > 1:
@@ -170,7 +170,6 @@ def _score_gradients(
     weights: View,
     dp: Node,
     dp_position: Position,
-    canonical: Position,
     found: _Found,
     values: ValueNumbers,
 ) -> int:
@@ -179,7 +178,7 @@ def _score_gradients(
         left, right, result = operands.matmul_axes(matmul)
         a, b = operands.operands(matmul)
         z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
-        names, scale = _proven(weights, z, at_z, dp, dp_position, canonical, values)
+        names, scale = _proven(weights, z, at_z, dp, dp_position, values)
         if found.scale not in (None, scale):
             raise Unread(f"dQ and dK are scaled by {found.scale} and {scale}")
         found.scale = scale
@@ -205,7 +204,6 @@ def _proven(
     position: Position,
     dp: Node,
     dp_position: Position,
-    canonical: Position,
     values: ValueNumbers,
 ) -> tuple[Renaming, float]:
     reader = Elements(values, [weights.node, dp], algebra=True)
@@ -221,7 +219,7 @@ def _proven(
     names = Renaming()
     names.learn(places.pop(), weights.position)
     seen = reader.at(z, names.apply(position))
-    wanted = gradients.softmax_derivative(reader, weights, dp, dp_position, canonical)
+    wanted = gradients.softmax_derivative(reader, weights, reader.load(dp, dp_position))
     operands.unrounded(z, dp)
     scale = terms.ratio(seen, wanted)
     if scale is None:

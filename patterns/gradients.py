@@ -62,9 +62,7 @@ SHAPE_ONLY = {aten.new_empty_strided.default, aten.new_empty.default}
 def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     """The gradients of a site; None where the graph holds none. Raises Unread where it holds some
     that do not read."""
-    weights = forward.site.anchor
-    users = list(operands.moved_users(weights, forward.canonical))
-    dv_products = _value_gradients(forward, users, values)
+    dv_products = _value_gradients(forward, values)
     dp = _weights_gradient(forward, values)
     if not dv_products and dp is None:
         return None
@@ -96,13 +94,14 @@ def same_view(a: View, b: View, values: ValueNumbers) -> bool:
 
 
 def _value_gradients(
-    forward: Forward, users: Iterable[tuple[Node, Node]], values: ValueNumbers
+    forward: Forward, values: ValueNumbers
 ) -> list[tuple[Node, Position, View, Place]]:
     """(matmul, position of its result, dO, what it sums over) for every matmul of the weights over
     the queries."""
     out: list[tuple[Node, Position, View, Place]] = []
-    weights, seen = forward.site.anchor, set()
-    for moved, user in users:
+    weights, canonical = forward.dropped.node, forward.dropped.position
+    seen: set[Node] = set()
+    for moved, user in operands.moved_users(weights, canonical):
         if user.target not in operands.MATMULS or user is forward.product or user in seen:
             continue
         seen.add(user)
@@ -112,7 +111,7 @@ def _value_gradients(
         for p, at_p, g, at_g, free in sides:
             if p is not moved:
                 continue
-            names = operands.renaming(p, at_p, weights, forward.canonical, values)
+            names = operands.renaming(p, at_p, weights, canonical, values)
             summed = operands.back_to(p, at_p, weights, values)
             if summed is None or not _is_axis(summed[-2], "c"):
                 raise Unread("the weights are multiplied by something that is no value or gradient")
@@ -346,7 +345,8 @@ def _sink_gradient(
     reader = _algebra(forward, dp, values)
     column = Place((), 0 if same(forward.softmax.position[-1].offset, 1) else site.key_length)
     at_sink = (*forward.softmax.position[:-1], column)
-    total = _row_total(reader, forward.softmax, dp, dp_position, forward.canonical)
+    gradient = _weight_gradient(forward.site, reader, dp, dp_position)
+    ((total, share),) = row_total(reader, forward.softmax, gradient).items()
     for node in _reached(dp):
         if node.target is not aten.sum.dim_IntList:
             continue
@@ -355,7 +355,7 @@ def _sink_gradient(
         if len(read) != 1:
             continue
         ((atoms, factor),) = read.items()
-        if len(atoms) != 1 or atoms[0].kind != "sum" or factor != -1.0:
+        if len(atoms) != 1 or atoms[0].kind != "sum" or not terms.near(factor, -share):
             continue
         axes, inside = atoms[0].inner
         softmax = values.first(forward.softmax.node)
@@ -373,7 +373,7 @@ def _sink_gradient(
         heads = (*site.kv_heads, *site.group)
         over_heads = covered(at, list(heads)) == set(heads)
         if (
-            rest == [total]
+            rest == list(total)
             and over_heads
             and not any(_is_part(d, h) for d in summed for h in heads)
         ):
@@ -399,38 +399,36 @@ def _renamed(atom: Atom, names: Renaming) -> Atom:
     return Atom("sum", inner=(("~0.0",), tuple(sorted(moved, key=lambda a: a.order))))
 
 
-def softmax_derivative(
-    reader: Elements, weights: View, dp: Node, dp_position: Position, canonical: Position
-) -> Terms:
-    """P (dP - rowsum(P dP)) at one score."""
-    p, g = reader.at(weights.node, weights.position), reader.at(dp, dp_position)
-    total = terms.one(_row_total(reader, weights, dp, dp_position, canonical))
-    return terms.add(terms.multiply(p, g), terms.multiply(p, total), -1.0)
+def softmax_derivative(reader: Elements, weights: View, gradient: Terms) -> Terms:
+    """P (dP - rowsum(P dP)) at one score; gradient is dP there, key "j"."""
+    p = reader.at(weights.node, weights.position)
+    total = row_total(reader, weights, gradient)
+    return terms.add(terms.multiply(p, gradient), terms.multiply(p, total), -1.0)
 
 
-def _row_total(
-    reader: Elements, weights: View, dp: Node, dp_position: Position, canonical: Position
-) -> Atom:
+def row_total(reader: Elements, weights: View, gradient: Terms) -> Terms:
     """rowsum(P dP)"""
-    along = Renaming()
-    for digit in (d for place in canonical for d in place.digits):
-        assert isinstance(digit, Digit)
-        called = "~0.0" if digit.axis == "j" else digit.axis
-        along.rules.append((digit, Digit(called, digit.stride, digit.size)))
-    product = terms.multiply(
-        reader.load(weights.node, along.apply(weights.position)),
-        reader.load(dp, along.apply(dp_position)),
-    )
+    product = terms.multiply(reader.load(weights.node, weights.position), gradient)
     try:
-        ((atoms, _),) = terms.summed(product, ("~0.0",), reader.sums_to_one).items()
+        return terms.summed(product, ("j",), reader.sums_to_one)
     except ArithmeticError as why:  # one key: there is no axis to sum over
         raise Unread("the softmax runs over a single key") from why
-    return atoms[0]
+
+
+def _weight_gradient(site: Site, reader: Elements, dp: Node, position: Position) -> Terms:
+    """dP at one weight, as dropout leaves it."""
+    out = reader.load(dp, position)
+    for view, positive in site.keep:
+        kept = flagged(reader, view.node, view.position, "where" if positive else "unless")
+        assert kept is not None
+        out = terms.multiply(out, kept)
+    return terms.scaled(out, site.keep_scale)
 
 
 def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Position) -> Terms:
     """scale * P (dP - rowsum(P dP)), with what the mask and the softcap make of it."""
-    out = softmax_derivative(reader, forward.softmax, dp, dp_position, forward.canonical)
+    gradient = _weight_gradient(forward.site, reader, dp, dp_position)
+    out = softmax_derivative(reader, forward.softmax, gradient)
     read = forward.scores
     for view, keeps, _ in read.filled:
         flag = flagged(reader, view.node, view.position, "where" if keeps else "unless")

@@ -22,6 +22,8 @@ def describe(site: Site) -> str:
     parts = [f"{heads} of {dims}", _rotation(site), _mask(site.mask)]
     if site.sink is not None:
         parts.append("sinks")
+    if site.keep:
+        parts.append("dropout")
     if site.softcap:
         parts.append(f"softcap {site.softcap:g}")
     parts.append("returns the weights" if site.weights else "returns no weights")

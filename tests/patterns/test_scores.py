@@ -8,7 +8,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from fused import FORWARD, fuses, leaves, never_wrong, run
+from fused import BACKWARD, FORWARD, WITH_WEIGHTS, fuses, leaves, never_wrong, run
 from spellings import Attention, inputs, repeat_kv, softmax_fp32
 from torch import nn
 
@@ -330,17 +330,22 @@ def test_scores_transposed_before_the_softmax_fuse(train):
     fuses(KeysFirst(rotation=None), *inputs(L=11, S=13), train=train, scores=(11, 13))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_dropout_of_the_weights(p, training):
-    """Without effect it is no obstacle; with one the site is left, or drops what eager drops."""
+    """Without effect it leaves no trace."""
     module = Attention()
     module.softmax = lambda s: F.dropout(softmax_fp32(s), p=p, training=training)
     with torch._inductor.config.patch(fallback_random=True):
-        if p == 0.0 or not training:
-            fuses(module, *inputs(), scores=(11, 11))
-        else:
-            run(module, *inputs())
+        seen = fuses(module, *inputs())
+    assert ("dropout" in seen.summary) == (p > 0.0 and training)
+    assert p > 0.0 or not seen.with_dims(11, 11)
+
+
+def test_dropout_of_all_weights():
+    module = Attention()
+    module.softmax = lambda s: F.dropout(softmax_fp32(s), p=1.0)
+    run(module, *inputs())
 
 
 def test_dropout_module():
@@ -368,13 +373,26 @@ def test_returned_weights_are_right(train):
     never_wrong(Returning(dtype=torch.bfloat16, D=16), *inputs(dtype=torch.bfloat16), train=train)
 
 
-def test_returned_weights_without_a_gradient_of_their_own():
-    class Returning(Attention):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_fuses_weights_that_are_needed_without_a_gradient(dtype):
+    """As for a statistic of them, or a loss beside the attention that is detached."""
+
+    class Watched(Attention):
         def attend(self, q, k, v):
             out, p = returns_weights(self, q, k, v)
-            return out, p.detach()
+            return out, p.detach().float().amax(-1), p.detach().float().mean(1)
 
-    never_wrong(Returning(), *inputs())
+    seen = run(Watched(D=16, dtype=dtype), *inputs(dtype=dtype))
+    assert (seen.fused, seen.reasons) == (1, [])
+    assert (seen.count(WITH_WEIGHTS), seen.count(BACKWARD)) == (1, 1)
+    assert "weights returned, backward of q, k, v" in seen.summary
+
+
+def test_leaves_returned_weights_that_have_a_gradient():
+    class Returning(Attention):
+        attend = returns_weights  # pyright: ignore[reportAssignmentType]
+
+    leaves(Returning(), *inputs(), reason_contains="weights are returned with a gradient")
 
 
 def test_returned_weights_with_the_mask_and_groups():

@@ -115,6 +115,20 @@ def test_dynamic_lengths():
     assert (seen.fused, seen.reasons) == (2, [])
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_fuses_attention_dropout_in_training(name):
+    model = made(name)
+    model.config.attention_dropout = 0.25
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.25
+    with torch._inductor.config.patch(fallback_random=True):
+        seen = run(Logits(model.train(), "left"), tokens())
+    assert (seen.fused, seen.reasons) == (2, [])
+    assert (seen.count(FORWARD), seen.count(BACKWARD)) == (2, 2)
+    assert seen.summary.count("dropout") == 2
+
+
 def test_frozen_but_for_q_and_v():
     model = made("llama")
     for name, parameter in model.named_parameters():
