@@ -35,7 +35,7 @@ class Table:
 
     spread: each lane has its own column ("once") or its partner's ("swapped" halves, "crossed"
     neighbours), or a column serves the same lane of both halves ("halves") or the two lanes of a
-    pair ("pairs").
+    pair ("pairs"), or the two lanes of a pair have columns half the table "apart".
     """
 
     view: View

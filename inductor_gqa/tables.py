@@ -36,6 +36,7 @@ def adjoint(
         return None, None
     swap = "crossed" if turn.interleaved else "swapped"
     partners = {"once": swap, swap: "once", "halves": "halves", "pairs": "pairs"}
+    partners |= {"apart": "apart crossed", "apart crossed": "apart"}
     cos = _written(turn.cos, turn.cos.spread, turn.width, batch, row, emit)
     sin = _written(turn.sin, partners[turn.sin.spread], turn.width, batch, row, emit)
     return cos, _signed(sin, -turn.sign, emit)
@@ -63,5 +64,10 @@ def _written(table: Table, spread: str, width: int, batch: Axes, row: Axes, emit
         doubled = emit.call(aten.unsqueeze.default, node, -1)
         doubled = emit.call(aten.expand.default, doubled, [-1, -1, -1, 2])
         return emit.viewed(doubled, [*outer, width])
-    pairs = emit.viewed(node, [*outer, half, 2])
-    return emit.viewed(emit.call(aten.flip.default, pairs, [-1]), [*outer, width])
+    if spread.startswith("apart"):
+        pairs = emit.call(aten.permute.default, emit.viewed(node, [*outer, 2, half]), [0, 1, 3, 2])
+    else:
+        pairs = emit.viewed(node, [*outer, half, 2])
+    if spread != "apart":
+        pairs = emit.call(aten.flip.default, pairs, [-1])
+    return emit.viewed(pairs, [*outer, width])

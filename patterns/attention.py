@@ -103,6 +103,7 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         frozenset(axis for axis in axes_in(canonical[:-2])),
         (shape[-2], shape[-1]),
     )
+    dropped.check(read.matmul, mask)
     batch, kv_heads, group = grouped(canonical[:-2], turned.q, turned.k, v_view, turned.turns, mask)
     site = Site(
         anchor=weights,
@@ -288,7 +289,7 @@ def read_lanes(
 ) -> rotation.Lanes:
     """The operand's lanes over the lanes of one tensor."""
     position = operands.fixed_lanes(operand.position, "d", lane_place(0, head_dim, head_dim))
-    reader = Elements(values, row_axis=row)
+    reader = Elements(values, row_axis=row, width=head_dim)
     return rotation.lanes(reader, operand.node, position, head_dim)
 
 

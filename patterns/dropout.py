@@ -10,11 +10,12 @@ a mask, factors that are no booleans.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
-from inductor_gqa.site import View
+from inductor_gqa.site import Mask, View
 
 from .axes import Position, Renaming, Unread, product, same, shape_of, whole
 from .moves import broadcast, step
@@ -41,13 +42,26 @@ class Dropped:
     position in the site's axes.
 
     keep: booleans; a `native_dropout` whose mask nothing needs stands for it. drawn: random ops
-    that take the weights for their shape alone.
+    that take the weights for their shape alone. chooses: whether weights are replaced by 0, not
+    multiplied by it.
     """
 
     result: View
     keep: tuple[tuple[View, bool], ...] = ()
     factor: float = 1.0
     drawn: tuple[Node, ...] = ()
+    chooses: bool = False
+
+    def check(self, matmul: Node, mask: Mask) -> None:
+        """Raises Unread for a mask that needs the scores, and for a choice between a weight and 0
+        that might hide the NaN of a row without a key, which a product with 0 would not."""
+        for view, _ in self.keep:
+            if _mask_depends(view.node, matmul):
+                raise Unread(f"the dropout mask {view.node} depends on the scores")
+        if self.chooses and (mask.bias or (mask.hides and mask.fill == -math.inf)):
+            raise Unread(
+                "weights are replaced by 0 where a row may have no key, accepted a product"
+            )
 
 
 def read(weights: Node, canonical: Position, values: ValueNumbers) -> Dropped:
@@ -58,17 +72,18 @@ def read(weights: Node, canonical: Position, values: ValueNumbers) -> Dropped:
         return Dropped(View(weights, canonical))
     (node,) = ends
     own = tuple(whole(f"x{d}", n) for d, n in enumerate(shape_of(node)))
-    seen, keep, factor = _peeled(node, own, weights)
+    seen, keep, factor, chooses = _peeled(node, own, weights)
     names = Renaming()
     names.learn(seen, canonical)
     if not keep:
         raise Unread(f"the weights are multiplied by {factor:g}, accepted a factor with dropout")
     for view, _ in keep:
-        if view.node.target not in DRAWN_LIKE and _depends(view.node, weights):
+        if _mask_depends(view.node, weights):
             raise Unread(f"the dropout mask {view.node} depends on the weights")
     named = tuple((View(v.node, names.apply(v.position)), positive) for v, positive in keep)
     drawn = tuple(n for v, _ in keep for n in _drawn_like(v.node, weights))
-    return Dropped(View(node, names.apply(own)), named, factor, tuple(dict.fromkeys(drawn)))
+    result = View(node, names.apply(own))
+    return Dropped(result, named, factor, tuple(dict.fromkeys(drawn)), chooses)
 
 
 def results(weights: Node, values: ValueNumbers) -> list[Node]:
@@ -116,10 +131,10 @@ def _output_of_dropout(node: Node) -> int | None:
 
 def _peeled(
     node: Node, position: Position, weights: Node
-) -> tuple[Position, list[tuple[View, bool]], float]:
-    """(position of the weights' element, what keeps it, factor)."""
+) -> tuple[Position, list[tuple[View, bool]], float, bool]:
+    """(position of the weights' element, what keeps it, factor, whether by a choice)."""
     keep: list[tuple[View, bool]] = []
-    factor = 1.0
+    factor, chooses = 1.0, False
     while node is not weights:
         back = step(node, position)
         if back is not None:
@@ -134,9 +149,10 @@ def _peeled(
             keep.append((View(mask, position), True))
             node, factor = made.args[0], factor / (1 - share)  # type: ignore[assignment]
             continue
+        chooses |= node.target is aten.where.self
         node, position, number = _inner(node, position, weights, keep)
         factor *= number
-    return position, keep, factor
+    return position, keep, factor, chooses
 
 
 def _inner(
@@ -202,6 +218,10 @@ def _mask(node: Node, position: Position) -> View:
 def _depends(node: Node, weights: Node) -> bool:
     """Whether the values of the weights, not their shape alone, go into `node`."""
     return weights in _ancestors(node, stop_at_shapes=True)
+
+
+def _mask_depends(mask: Node, node: Node) -> bool:
+    return mask.target not in DRAWN_LIKE and _depends(mask, node)
 
 
 def _drawn_like(node: Node, weights: Node) -> list[Node]:

@@ -51,7 +51,9 @@ class Elements:
 
     stops: nodes that are always atoms. row_axis: the axis of a rotation's position, which a
     coefficient table must have; None where it is not known yet. algebra: read products of two
-    tensors as products (scores and gradients) instead of as data times table (rotations). softmax:
+    tensors as products (scores and gradients) instead of as data times table (rotations). width:
+    of a head; where a wider dim of lanes is joined with another (q, k and v side by side in each
+    head), reading ends before it. softmax:
     its weights sum to one over their last dim, and its exponentials are weights times total.
     """
 
@@ -62,6 +64,7 @@ class Elements:
         row_axis: str | None = None,
         algebra: bool = False,
         softmax: Softmax | None = None,
+        width: int | None = None,
     ) -> None:
         self.values = values
         self.stops = set(stops)
@@ -69,6 +72,7 @@ class Elements:
         self.algebra = algebra
         parts = [softmax.weights, softmax.exponentials, softmax.total] if softmax else [None] * 3
         self.softmax, self.exponentials, self.total = (p and values.first(p) for p in parts)
+        self.width = width
         self.depth = 0
         self.known: dict[tuple[Node, Position, int], Terms] = {}
 
@@ -88,6 +92,8 @@ class Elements:
             return self._of_softmax(node, position)
         back = step(node, position)
         if back is not None:
+            if self.width is not None and any(_is_wider(p, self.width) for p in back[1]):
+                return self.load(node, position)
             return self.at(*back)
         rule = RULES.get(node.target)
         found = rule(self, node, position) if rule else None
@@ -128,6 +134,13 @@ class Elements:
         while (back := step(node, position, casts=False)) is not None:
             node, position = back
         return terms.one(Atom("table", self.values.first(node), position))
+
+
+def _is_wider(place: Place, width: int) -> bool:
+    """Whether lanes and another axis share a dim in which the lanes are not one head's."""
+    return len(place.digits) > 1 and any(
+        isinstance(d, Fixed) and d.size != width for d in place.digits
+    )
 
 
 def _mul(reader: Elements, node: Node, position: Position) -> Terms | None:

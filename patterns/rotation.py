@@ -246,7 +246,8 @@ def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rot
 
 def _table(view: View, terms: list[Term]) -> Table:
     """The run of columns that the lanes use, and how: each lane its own ("once"), that of its
-    partner ("swapped" halves, "crossed" neighbours), or one column for a half or a pair."""
+    partner ("swapped" halves, "crossed" neighbours), one column for a half or a pair, or columns
+    that lie half the table "apart" for the two lanes of a pair."""
     columns = [term.column for term in terms]
     start, width = min(columns), len(columns)
     used = [column - start for column in columns]
@@ -257,6 +258,8 @@ def _table(view: View, terms: list[Term]) -> Table:
         ("crossed", [k ^ 1 for k in range(width)]),
         ("halves", half + half),
         ("pairs", [k for k in half for _ in range(2)]),
+        ("apart", [k // 2 + (k % 2) * (width // 2) for k in range(width)]),
+        ("apart crossed", [k // 2 + (1 - k % 2) * (width // 2) for k in range(width)]),
     )
     spread = next((name for name, pattern in known if used == pattern), None)
     if spread is None:

@@ -232,6 +232,29 @@ def test_backward_written_by_hand_with_independent_weights():
     run(backward_by_hand, p, *rest, train=False)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["pairs", "apart"])
+def test_fuses_backward_by_hand_with_the_rotation_undone(apart):
+    """Neighbours turn; the table has the columns of a pair side by side, or half of it apart."""
+    cos, sin = (torch.randn(11, 8) for _ in range(2))
+
+    def undone(g, cos, sin):
+        if apart:
+            cos, sin = (t.unflatten(-1, (2, 4)).mT.flatten(-2) for t in (cos, sin))
+        swept = g * sin
+        return g * cos + torch.stack((swept[..., 1::2], -swept[..., ::2]), -1).flatten(-2)
+
+    def backward(p, q, k, v, grad, cos, sin):
+        dp = grad @ v.mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * 0.3
+        return undone(ds @ k, cos, sin), undone(ds.mT @ q, cos, sin), p.mT @ grad
+
+    p, *rest = torch.rand(2, 3, 11, 11), *(torch.randn(2, 3, 11, 8) for _ in range(4))
+    seen = run(backward, p, *rest, cos, sin, train=False)
+    assert seen.fused == 1
+    assert "interleaved RoPE" in seen.summary
+    assert seen.count("inductor_gqa.weights_backward.default") == 1
+
+
 def test_backward_written_by_hand_after_its_forward():
     def both(q, k, v, grad):
         p = torch.softmax(q @ k.mT * 0.3, -1)

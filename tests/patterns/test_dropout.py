@@ -217,6 +217,27 @@ def test_leaves_dropout_with_another_mask_in_the_backward():
     leaves(Given(Crossed.apply), *inputs(), kept(), reason_contains=reason)
 
 
+@pytest.mark.parametrize("drop", ["product", "where"])
+def test_rows_without_a_key_are_as_in_eager(drop):
+    """A product with 0 keeps their NaN, a choice of 0 does not; the mask is of the rows here."""
+
+    class Rows(Given):
+        def attend(self, q, k, v, keep):
+            self.mask = lambda self, s: s.masked_fill(~keep, float("-inf"))
+            p = self.softmax(self.mask(self, self.grouping.scores(q, k) * self.scale))
+            p = self.drop(p, keep.any(-1, keepdim=True))
+            return self.grouping.out(p, v).transpose(1, 2).flatten(2)
+
+    keep = torch.ones(11, 11, dtype=torch.bool).tril()
+    keep[:3] = False
+    module = Rows(GIVEN[drop])
+    if drop == "where":
+        reason = "replaced by 0 where a row may have no key"
+        leaves(module, *inputs(), keep, train=False, reason_contains=reason)
+    else:
+        fuses(module, *inputs(), keep, train=False)
+
+
 @pytest.mark.usefixtures("random_as_eager")
 def test_leaves_dropped_weights_that_are_returned():
     def forward(q, k, v):

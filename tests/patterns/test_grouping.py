@@ -4,7 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fused import BACKWARD, FORWARD, fuses, never_wrong, run
-from spellings import GROUPINGS, Attention, Grouping, half, inputs, repeat_kv, softmax_fp32
+from spellings import (
+    GROUPINGS,
+    Attention,
+    Grouping,
+    half,
+    inputs,
+    partial,
+    repeat_kv,
+    softmax_fp32,
+)
 from torch import nn
 
 
@@ -193,8 +202,19 @@ def by_groups(self, qkv):
 @pytest.mark.parametrize("rotation", [half, None], ids=["half", "none"])
 def test_fuses_packed_projection(cut, K, rotation):
     seen = fuses(Packed(cut, K=K, rotation=rotation), *inputs(), scores=(11, 11))
-    if cut is not by_thirds_of_each_head:  # there the rotation stays outside
-        assert ("rotate-half RoPE," in seen.summary) == (rotation is not None)
+    assert ("rotate-half RoPE," in seen.summary) == (rotation is not None)
+
+
+@pytest.mark.parametrize("share", [2, 4], ids="1/{}".format)
+def test_fuses_packed_heads_that_are_rotated_in_part(share):
+    """GPT-NeoX: q, k and v of a head side by side, and the first lanes of q and k turn."""
+    width = 16 // share
+    turned = lambda x, cos, sin: partial(x, cos, sin, width)  # noqa: E731
+    module = Packed(by_thirds_of_each_head, H=4, K=4, D=16, rotation=turned)
+    seen = fuses(module, *inputs(), scores=(11, 11))
+    assert f"rotate-half RoPE on {width} lanes," in seen.summary
+    fuses(module, *inputs(L=13), dynamic=True, more=[inputs(B=3, L=17, seed=2)])
+    fuses(module, *inputs(L=13), train=False)
 
 
 def test_fuses_packed_projection_with_bias():

@@ -32,7 +32,7 @@ KINDS = {
     "interleaved_by_pairs": "interleaved RoPE,",
     "interleaved_by_unbind": "interleaved RoPE,",
     "interleaved_in_halves_out": "interleaved RoPE,",
-    "regrouped_then_half": "no RoPE inside,",  # its pairs lie a half of the table apart
+    "regrouped_then_half": "interleaved RoPE,",  # its pairs lie a half of the table apart
     "partial": "rotate-half RoPE on 4 lanes,",
     "partial_by_split": "interleaved RoPE on 4 lanes,",
     "partial_at_end": "rotate-half RoPE on 4 lanes,",
@@ -266,6 +266,16 @@ def test_gradient_of_learned_tables():
         module.register_parameter(name, nn.Parameter(value))
     seen = fuses(module, *inputs())
     assert "no RoPE inside" in seen.summary
+
+
+def test_fuses_interleaved_rotation_with_a_table_of_halves_regrouped():
+    def regrouped(t):
+        return t.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+    module = Attention(rotation=lambda x, c, s: interleaved(x, regrouped(c), regrouped(s)))
+    assert "interleaved RoPE," in fuses(module, *inputs(), scores=(11, 11)).summary
+    seen = fuses(module, *inputs(L=13), dynamic=True, more=[inputs(B=3, L=17, seed=2)])
+    assert "interleaved RoPE," in seen.summary
 
 
 def test_q_and_k_may_use_different_tables():
