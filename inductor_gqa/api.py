@@ -28,6 +28,7 @@ def enable(*, always: bool = False, strict: bool = False) -> None:
 
     Calling it again changes the settings. A custom joint pass that was set before keeps running,
     before ours. Functions that are compiled already stay as they are until `torch._dynamo.reset()`.
+    torch keeps Inductor's settings per thread: a thread that compiles calls `enable()` itself.
     """
     current = inductor_config.joint_custom_pre_pass
     before = current.before if isinstance(current, AttentionPass) else current

@@ -59,6 +59,19 @@ def unsupported(site: Site | Given) -> str | None:
     return None
 
 
+def unpackaged() -> str | None:
+    """Why an AOTInductor package should not call our ops, or None where none is made: they are
+    implemented in Python, and whoever loads the package would have to import them first."""
+    from torch._inductor.virtualized import V
+
+    if V.aot_compilation is not True:
+        return None
+    return (
+        "AOTInductor makes a package, accepted with enable(always=True), "
+        "if whoever loads it imports inductor_gqa.ops first"
+    )
+
+
 def unprofitable(site: Site | Given) -> str | None:
     """Why fusing would not pay, or None; symbolic lengths are judged by the sizes that were seen
     first."""

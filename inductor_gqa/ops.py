@@ -10,11 +10,13 @@ made, with whatever strides they have; the meaning is `reference.attention`.
     bias, mask, keep            [B|1, K|1, R|1, L|1, S|1]; float, bool (visible), bool (dropout)
     key_mask [B|1, S] bool, sink [K, R]
     scale_tensor                0-d, multiplies scale
+    fill                        what a hidden score becomes (fill_adds: what is added); None: -inf
     out_BLKRE, lse_BKRL         results; lse is base 2
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, "
     "Tensor? bias, Tensor? mask, Tensor? key_mask, Tensor? keep, Tensor? sink, "
     "Tensor? scale_tensor, "
-    "float scale, float softcap, SymInt? band_lo, SymInt? band_hi, float fill, bool fill_adds, "
+    "float scale, float softcap, SymInt? band_lo, SymInt? band_hi, float? fill, bool fill_adds, "
     "int rope_start, bool rope_interleaved, float keep_scale, str precision"
 )
 NAMES = [part.split()[-1] for part in ARGUMENTS.split(", ")]
@@ -53,8 +55,8 @@ attention_backward = torch.ops.inductor_gqa.attention_backward.default
 
 
 def arguments(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """q, k, v, and the rest by name, with broadcast dims expanded (stride 0) and the scale a
-    number."""
+    """q, k, v, and the rest by name, with broadcast dims expanded (stride 0), the scale a number
+    and no fill as -inf."""
     q, k, v = args[:3]
     named = dict(zip(NAMES[3:], args[3:], strict=True))
     B, L, K, R, _ = q.shape
@@ -67,6 +69,8 @@ def arguments(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, 
             named[name] = named[name].expand(B, K, R, L, S)
     if named["key_mask"] is not None:
         named["key_mask"] = named["key_mask"].expand(B, S)
+    if named["fill"] is None:
+        named["fill"] = -math.inf
     factor = named.pop("scale_tensor")
     if factor is not None:
         named["scale"] *= float(factor)

@@ -20,7 +20,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from . import decide, reading, report, rewrite, rewrite_given
+from . import asserts, decide, reading, report, rewrite, rewrite_given
 from .costs import costs
 from .patterns import dropout
 from .patterns.anchors import Softmax, row_sums, softmaxes
@@ -210,6 +210,7 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
         if not record.fused:
             left.append(record)
     if replaced:
+        asserts.erase_proven(graph)
         stable_topological_sort(graph)
         graph.eliminate_dead_code()  # lints first
         discard(graph)
@@ -248,7 +249,7 @@ def _considered(
         return None, f"internal error while reading: {why!r}"
     reason = decide.unsupported(site)
     if reason is None and not settings.always:
-        reason = decide.unprofitable(site)
+        reason = decide.unpackaged() or decide.unprofitable(site)
     return site, reason
 
 

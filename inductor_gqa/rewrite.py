@@ -8,13 +8,14 @@ makes sure of beforehand.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from . import empty_rows, ops, tables
+from . import asserts, empty_rows, ops, tables
 from .emit import Emitter
 from .patterns.axes import Digit, Place, Size, same, size_of
 from .patterns.operands import MATMULS
@@ -38,14 +39,14 @@ def replaced(site: Site) -> list[Node]:
 
 def survivor(node: Node, *replaced: Node) -> Node | None:
     """A node that needs `node` by a way that does not pass through one of `replaced`; None where
-    there is none."""
+    there is none. What is computed and used by nothing, as export leaves behind, needs nothing."""
     todo, seen = [node], {*replaced}
     while todo:
         reached = todo.pop()
         if reached in seen:
             continue
         seen.add(reached)
-        if reached.op == "output" or reached.is_impure() or not reached.users:
+        if reached.op == "output" or (reached.is_impure() and not asserts.is_proven(reached)):
             return reached
         todo += reached.users
     return None
@@ -191,7 +192,8 @@ def _arguments(site: Site, axes: Axes, emit: Emitter, precision: str) -> list[An
     cos_k, sin_k = tables.forward(site.rotate_k, axes.batch, axes.j, emit)
     turn = site.rotate_q or site.rotate_k
     mask = site.mask
-    fill, adds = mask.fill, mask.fill_adds
+    # AOTInductor's packages hold arguments as JSON, which has no infinity.
+    fill, adds = None if mask.fill == -math.inf else mask.fill, mask.fill_adds
     return [
         q,
         k,
