@@ -59,10 +59,14 @@ def _lowered(planned: Callable[..., Any], opaque: Callable[..., Any], *args: Any
 
 
 def _forward(*args: Any) -> list[Any]:
-    from .kernels.choice import is_gluon
+    from .kernels.choice import is_decode, is_gluon
+    from .kernels.decode import multiprocessors_of, plan_decode
     from .kernels.forward import plan_forward
 
     tensors, attention = _attention(args)
+    multiprocessors = multiprocessors_of(args[0].get_device())
+    if is_decode(attention, multiprocessors):
+        return _launched(plan_decode(attention, multiprocessors), tensors)
     if is_gluon(attention):
         raise _Opaque("Inductor launches no Gluon kernels")
     return _launched(plan_forward(attention), tensors)

@@ -7,6 +7,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from inductor_gqa import lowering, ops
+from inductor_gqa.kernels import choice
 
 pytestmark = pytest.mark.gpu
 B, L, S, K, R = 2, 130, 200, 2, 3
@@ -83,6 +84,15 @@ def test_backward_is_launched_by_inductor(rule, D, needs):
         lse,
         *args,
     )
+
+
+def test_forward_of_few_queries_is_launched_by_inductor(monkeypatch):
+    monkeypatch.setattr(choice, "HAS_DECODE", True)
+    q, k, v = normal(B, 3, K, R, 64), normal(B, 700, K, 64), normal(B, 700, K, 64)
+    turn = {f"{t}_q": normal(1, 3, 64) for t in ("cos", "sin")}
+    named = dict.fromkeys(ops.NAMES) | PLAIN | {"q": q, "k": k, "v": v, "band_hi": 697} | turn
+    named |= {"key_mask": coin(B, 700), "sink": normal(K, R)}
+    assert_lowered(lambda *args: ops.attention(*args), *(named[name] for name in ops.NAMES))
 
 
 def test_forward_with_weights_is_launched_by_inductor():
