@@ -23,7 +23,7 @@ from inductor_gqa.kernels.tiles import (
     stream_tile,
 )
 
-MASK_BLOCK = tl.constexpr(1024)
+MASK_BLOCK = tl.constexpr(8192)
 
 
 @triton.jit
@@ -57,16 +57,18 @@ def queries(
 
 
 @triton.jit
-def seen_keys(ptr, stride, lo, hi):
+def seen_keys(ptr, stride, lo, hi, S):
     """The part of [lo, hi) from the first to behind the last key that the key mask shows.
 
-    A cache of fixed length is mostly hidden; this reads a byte a key instead of its K and V.
+    A cache of fixed length is mostly hidden; this reads a byte a key instead of its K and V. Many
+    keys at a time, because every program waits for each load; bounded by S, whose divisibility is
+    known, so that a load takes 16 bytes.
     """
     first = hi
     end = lo
     for n0 in tl.range(lo, hi, MASK_BLOCK):
         j = n0 + tl.arange(0, MASK_BLOCK)
-        is_seen = tl.load(ptr + j.to(tl.int64) * stride, mask=j < hi, other=0) != 0
+        is_seen = (tl.load(ptr + j.to(tl.int64) * stride, mask=j < S, other=0) != 0) & (j < hi)
         first = tl.minimum(first, tl.min(tl.where(is_seen, j, hi), 0))
         end = tl.maximum(end, tl.max(tl.where(is_seen, j + 1, lo), 0))
     return first, end
@@ -143,7 +145,7 @@ def split_kernel(
     end_row = tl.minimum(row0 + BM, L * R)
     lo, _, _, hi = keys_of(row0 // R, (end_row - 1) // R + 1, S, band_lo, band_hi, BN, RULES)
     if KEY_MASK & RULES and not (EXACT & RULES):
-        first, hi = seen_keys(key_mask_ptr, stride_key_mask_s, lo, hi)
+        first, hi = seen_keys(key_mask_ptr, stride_key_mask_s, lo, hi, S)
         lo = first // BN * BN
     tiles = tl.cdiv(tl.maximum(hi - lo, 0), BN)
     share = tiles // splits

@@ -102,14 +102,15 @@ def test_window_is_split_evenly_and_not_the_cache(splits, device):
 
 @pytest.mark.parametrize("fill", [-math.inf, LOWEST])
 def test_keys_beyond_those_that_the_mask_shows_are_not_read(fill, device):
-    """A cache of fixed length, filled to 70 and from 33 to 100 of 2100; the rest is NaN."""
-    key_mask = torch.zeros(2, 2100, dtype=torch.bool, device=device)
+    """Filled to 70 and from 33 to 100, and in two places far apart; the rest is NaN."""
+    key_mask = torch.zeros(3, 9000, dtype=torch.bool, device=device)
     key_mask[0, :70] = key_mask[1, 33:100] = True
+    key_mask[2, 8900] = key_mask[2, 8003] = True
     case = cached_case(
-        2, 1, 2100, 1, 4, 16, 16, torch.float32, device, key_mask=key_mask, fill=fill
+        3, 1, 9000, 1, 4, 16, 16, torch.float32, device, key_mask=key_mask, fill=fill
     )
     read = torch.zeros_like(key_mask)
-    read[0, :80] = read[1, 32:112] = True  # whole tiles of 16
+    read[0, :80] = read[1, 32:112] = read[2, 8000:8912] = True  # whole tiles of 16
     case.k[~read], case.v[~read] = math.nan, math.nan
     got = decoded(case, splits=3, tiles=Tiles(16, 16, 4, 1 if device == "cpu" else 2))
     case.k.nan_to_num_()
