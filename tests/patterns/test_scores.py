@@ -385,7 +385,7 @@ def test_fuses_weights_that_are_needed_without_a_gradient(dtype):
     seen = run(Watched(D=16, dtype=dtype), *inputs(dtype=dtype))
     assert (seen.fused, seen.reasons) == (1, [])
     assert (seen.count(WITH_WEIGHTS), seen.count(BACKWARD)) == (1, 1)
-    assert "weights returned, backward of q, k, v" in seen.summary
+    assert "returns the weights, backward of q, k, v" in seen.summary
 
 
 def test_leaves_returned_weights_that_have_a_gradient():
