@@ -28,11 +28,13 @@ UNKNOWN = 1 << 30  # a size of which nothing is known: large enough to fuse
 
 # A call of F.scaled_dot_product_attention is a fused kernel already. Least lengths by head dim from
 # which ours was measured to be faster, within Llama training steps beside the same model with such
-# calls (bench/results; one H200, bf16, causal, rotation inside). A step took 130 against 133 ms at
-# head dim 128 and length 4096; at head dim 64 it was not faster. The forward part of a step took 39
-# against 46 ms (128, 4096) and 36 against 42 ms (64, 1024). Beyond these lengths, and for inference
-# proper, it is an estimate; elsewhere only enable(always=True) fuses.
-SDPA_TRAINING = {128: 4096}
+# calls (bench/results; one H200, bf16, causal, rotation inside). A step took 129 against 134 ms at
+# head dim 128 and length 4096, and 251 against 328 ms at head dim 64. The forward part of a step
+# took 40 against 47 ms (128, 4096) and 36 against 42 ms (64, 1024). Transformers gives these calls
+# their causal mask as a tensor, which costs them; calls that only say is_causal were not measured.
+# Beyond these lengths, and for inference proper, it is an estimate; elsewhere only
+# enable(always=True) fuses.
+SDPA_TRAINING = {64: 4096, 128: 4096}
 SDPA_INFERENCE = {64: 1024, 128: 4096}
 SDPA_CAPABILITY = (9, 0)
 
@@ -106,6 +108,8 @@ def call_unprofitable(site: Site, device: str, capability: tuple[int, int] | Non
         return f"{call} in {site.q.dtype}, accepted torch.bfloat16 ({ALL})"
     if site.rotate_q is None or site.rotate_k is None:
         return f"{call} without RoPE inside, {where}"
+    if not site.sdpa_has_mask:
+        return f"{call} that is given no mask tensor, {where}"
     if mask.keys or mask.tensors or mask.bias or mask.band_hi is None:
         return f"{call} with a mask that is not causal or a band, {where}"
     if least is None or min(lengths) < least:

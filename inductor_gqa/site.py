@@ -132,5 +132,6 @@ class Site:
     weights: tuple[Target, ...] = ()  # where the weights themselves are needed
     gradients: Gradients | None = None
     is_sdpa: bool = False  # a call of F.scaled_dot_product_attention
+    sdpa_has_mask: bool = False  # a call that was given its mask as a tensor
     zeros_empty_rows: bool = False  # a row that sees no key is zero, where a softmax makes it NaN
     notes: tuple[str, ...] = ()

@@ -172,6 +172,7 @@ def read_call(call: Call, values: ValueNumbers, rotate: bool = True) -> Forward:
         mask=mask,
         outputs=attention.arrangements(call.out, at_out, values),
         is_sdpa=True,
+        sdpa_has_mask=call.mask is not None,
         zeros_empty_rows=may_be_empty(mask, L, S),
         notes=turned.misses,
     )
