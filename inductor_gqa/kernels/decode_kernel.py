@@ -224,6 +224,7 @@ def combine_kernel(
     position = row % (L * R) // R
     r = row % R
     unit = LOG2E if SHIFTED & RULES else 1.0
+    keep_scale = single(keep_scale)
 
     m, total = first_sum(sink_ptr, k, r, stride_sink_k, stride_sink_r, 1, RULES)
     top = tl.max(m, 0)

@@ -2,7 +2,7 @@
 line of JSON per launch.
 
 A CASE is `D128-bf16-L1-R4` with any of: causal, window, padded, bias, mask, keep, sink, softcap,
-exact, rope, tf32, sliced, descriptors, tilesBMxBNxWARPSxSTAGES.
+exact, rope, tf32, sliced, doubles, descriptors, tilesBMxBNxWARPSxSTAGES.
 """
 
 import json

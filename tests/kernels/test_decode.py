@@ -195,6 +195,7 @@ COMPILED = {
         "D64-bf16-L16-R4-padded-window-rope-bias-keep-softcap",
         "D96-bf16-L1-R4-bias-softcap-sink",
         "D128-bf16-L1-R4",
+        "D128-bf16-L4-R4-causal-softcap-exact-keep-doubles",
         "D128-bf16-L1-R4-causal-padded-rope-descriptors",
         "D128-bf16-L8-R4-causal-rope",
         "D96-bf16-L1-R4-causal-padded-sliced",
