@@ -267,7 +267,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.compile_only:
         args.checks = 1
     settings = {name: getattr(args, name) for name in ("variants", "checks", "rounds", "tiny")}
-    result = record("seeds", settings, device) | {"cases": [], "programs": {}}
+    result: dict[str, Any] = record("seeds", settings, device)
+    result |= {"cases": [], "programs": {}}
     for name in args.programs:
         rows: list[dict[str, Any]] = []
         for case in cases_of(args, name):
