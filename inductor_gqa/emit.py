@@ -16,7 +16,10 @@ import torch
 from torch.fx.node import map_arg
 
 from .patterns.axes import (
+    Chosen,
     Digit,
+    Fixed,
+    Part,
     Place,
     Size,
     Unread,
@@ -136,21 +139,27 @@ class Emitter:
 
     def _flat(self, view: View) -> tuple[Node, list[Digit]]:
         """The node with selected and sliced dims taken, and one dim per digit."""
-        node, flat = view.node, []
+        node = view.node
+        flat: list[Part] = []
         sizes: list[Size] = []
         dim = 0
         for place, n in zip(view.position, shape_of(view.node), strict=True):
-            digits = [d for d in place.digits if isinstance(d, Digit)]
-            if not digits:
+            if any(isinstance(d, Fixed) for d in place.digits):
+                raise Unread(f"{node} is read at known lanes only")
+            if not place.digits:
                 node = self.call(aten.select.int, node, dim, self.size(place.offset))
                 continue
             if not (same(place.offset, 0) and same(place.extent, n)):
                 start, end = self.size(place.offset), self.size(place.offset + place.extent)
                 node = self.call(aten.slice.Tensor, node, dim, start, end)
-            flat += digits
-            sizes += [d.size for d in digits]
+            flat += place.digits
+            sizes += [d.size for d in place.digits]
             dim += 1
-        return self.viewed(node, sizes), flat
+        node = self.viewed(node, sizes)
+        for dim, digit in reversed(list(enumerate(flat))):
+            if isinstance(digit, Chosen):
+                node = self.call(aten.select.int, node, dim, digit.index)
+        return node, [d for d in flat if isinstance(d, Digit)]
 
     def _cut(self, node: Node, flat: list[Digit], atoms: list[Digit]) -> tuple[list[Digit], Node]:
         """One dim per atom instead of one per digit."""

@@ -2,7 +2,8 @@
 
 A position is one `Place` per tensor dim. A place is a row-major product of *digits*: `Digit(axis,
 stride, size)` is `(axis // stride) % size` of a named axis, `Fixed(values, size)` is a known
-number, one for each lane that is read at the same time. A view cuts and joins digits, a permute
+number, one for each lane that is read at the same time, `Chosen(index, size)` is one number for all
+of them. A view cuts and joins digits, a permute
 reorders places, an expand forgets them; so every spelling of one rearrangement ends in the same
 places. Sizes are ints or sympy expressions and are compared as the shape environment knows them,
 never by a guess at their values.
@@ -38,10 +39,22 @@ class Fixed:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """What a select, or a slice of a whole part, leaves of an axis where a view joins it with
+    others."""
+
+    index: int
+    size: int
+
+
+Part: TypeAlias = Digit | Fixed | Chosen
+
+
+@dataclass(frozen=True)
 class Place:
     """digits, most significant first, plus an offset; `()` is position 0."""
 
-    digits: tuple[Digit | Fixed, ...] = ()
+    digits: tuple[Part, ...] = ()
     offset: Size = 0
 
     def __post_init__(self) -> None:
@@ -109,9 +122,9 @@ def quotient(a: Size, b: Size) -> Size | None:
     return int(q) if q.is_Integer else q
 
 
-def joined(digits: Sequence[Digit | Fixed]) -> tuple[Digit | Fixed, ...]:
+def joined(digits: Sequence[Part]) -> tuple[Part, ...]:
     """Neighbours that are parts of one axis become one digit again."""
-    out: list[Digit | Fixed] = []
+    out: list[Part] = []
     for d in digits:
         if isinstance(d.size, int) and d.size == 1:
             continue
@@ -119,6 +132,8 @@ def joined(digits: Sequence[Digit | Fixed]) -> tuple[Digit | Fixed, ...]:
         if isinstance(d, Fixed) and isinstance(last, Fixed):
             values = tuple(a * d.size + b for a, b in zip(last.values, d.values, strict=True))
             out[-1] = Fixed(values, last.size * d.size)
+        elif isinstance(d, Chosen) and isinstance(last, Chosen):
+            out[-1] = Chosen(last.index * d.size + d.index, last.size * d.size)
         elif (
             isinstance(d, Digit)
             and isinstance(last, Digit)
@@ -131,7 +146,7 @@ def joined(digits: Sequence[Digit | Fixed]) -> tuple[Digit | Fixed, ...]:
     return tuple(out)
 
 
-def cut(digit: Digit | Fixed, low: Size) -> tuple[Digit | Fixed, Digit | Fixed]:
+def cut(digit: Part, low: Size) -> tuple[Part, Part]:
     """Two digits for one: the high part and the low part of size `low`, which divides it."""
     high = quotient(digit.size, low)
     if high is None:
@@ -141,18 +156,18 @@ def cut(digit: Digit | Fixed, low: Size) -> tuple[Digit | Fixed, Digit | Fixed]:
             Fixed(tuple(v // low for v in digit.values), high),
             Fixed(tuple(v % low for v in digit.values), low),
         )
+    if isinstance(digit, Chosen):
+        return Chosen(digit.index // low, high), Chosen(digit.index % low, low)
     return Digit(digit.axis, digit.stride * low, high), Digit(digit.axis, digit.stride, low)
 
 
-def regroup(
-    digits: Sequence[Digit | Fixed], shape: Sequence[Size]
-) -> list[tuple[Digit | Fixed, ...]]:
+def regroup(digits: Sequence[Part], shape: Sequence[Size]) -> list[tuple[Part, ...]]:
     """Row-major digits dealt out to dims of the given sizes, cutting a digit where a dim ends
     inside it."""
     flat = list(digits)
-    out: list[tuple[Digit | Fixed, ...]] = []
+    out: list[tuple[Part, ...]] = []
     for n in shape:
-        dim: list[Digit | Fixed] = []
+        dim: list[Part] = []
         have: Size = 1
         while not same(have, n):
             if not flat:
@@ -209,18 +224,41 @@ def reshaped(position: Position, shape: Sequence[Size], target: Sequence[Size]) 
             merged = _merged([(position[k], shape[k]) for k in real])
             out += [merged if k == wide[0] else Place() for k in right]
             continue
-        flat: list[Digit | Fixed] = []
+        flat: list[Part] = []
         for k in real:
-            if not _is_whole(position[k], shape[k]):
+            parts = parts_of(position[k], shape[k])
+            if parts is None:
                 raise Unread("a view cuts up a sliced dim")
-            flat += position[k].digits
-        parts = regroup(flat, [target[k] for k in right])
-        out += [Place(part) for part in parts]
+            flat += parts
+        out += [placed(part) for part in regroup(flat, [target[k] for k in right])]
     return tuple(out)
 
 
 def _is_whole(place: Place, size: Size) -> bool:
     return same(place.offset, 0) and same(place.extent, size)
+
+
+def placed(digits: Sequence[Part], offset: Size = 0) -> Place:
+    """The place of row-major digits; an index that leads them is written as an offset."""
+    digits = tuple(digits)
+    while digits and isinstance(first := digits[0], Chosen):
+        digits = digits[1:]
+        offset = offset + first.index * product(d.size for d in digits)
+    return Place(digits, offset)
+
+
+def parts_of(place: Place, size: Size) -> tuple[Part, ...] | None:
+    """The whole dim as digits, if the place is a part of it at a multiple of its own extent."""
+    if _is_whole(place, size):
+        return place.digits
+    if any(isinstance(d, Fixed) for d in place.digits):
+        return None
+    extent, offset = place.extent, place.offset
+    if not (isinstance(extent, int) and isinstance(offset, int) and isinstance(size, int)):
+        return None
+    if offset % extent or size % extent:
+        return None
+    return Chosen(offset // extent, size // extent), *place.digits
 
 
 def _merged(dims: list[tuple[Place, Size]]) -> Place:
@@ -230,13 +268,16 @@ def _merged(dims: list[tuple[Place, Size]]) -> Place:
         place.is_fixed and isinstance(n, int) and isinstance(place.offset, int) for place, n in dims
     ):
         return _merged_lanes(dims)
-    digits: tuple[Digit | Fixed, ...] = ()
+    digits: tuple[Part, ...] = ()
     offset: Size = 0
     for place, size in dims:
         if digits and not _is_whole(place, size):
-            raise Unread("a view joins a sliced dim with another")
+            parts = parts_of(place, size)
+            if parts is None:
+                raise Unread("a view joins a sliced dim with another")
+            place = Place(parts)
         digits, offset = digits + place.digits, offset * size + place.offset
-    return Place(joined(digits), offset)
+    return placed(joined(digits), offset)
 
 
 def _merged_lanes(dims: list[tuple[Place, Size]]) -> Place:
@@ -339,11 +380,11 @@ class Renaming:
             for place in position
         )
 
-    def _rewrite(self, digit: Digit | Fixed) -> list[Digit | Fixed]:
-        if isinstance(digit, Fixed) or same(digit.size, 1):
-            return [digit] if isinstance(digit, Fixed) else []
+    def _rewrite(self, digit: Part) -> list[Part]:
+        if not isinstance(digit, Digit) or same(digit.size, 1):
+            return [] if isinstance(digit, Digit) else [digit]
         known = [(x, y) for x, y in self.rules if x.axis == digit.axis]
-        out: list[Digit | Fixed] = []
+        out: list[Part] = []
         rest: Digit = digit
         while not same(rest.size, 1):
             end = rest.stride * rest.size
@@ -372,9 +413,7 @@ class Renaming:
         return out
 
 
-def _aligned(
-    a: Sequence[Digit | Fixed], b: Sequence[Digit | Fixed]
-) -> list[tuple[Digit | Fixed, Digit | Fixed]]:
+def _aligned(a: Sequence[Part], b: Sequence[Part]) -> list[tuple[Part, Part]]:
     """Digits of two equal extents, each cut at the other's boundaries."""
     left, right, out = list(a), list(b), []
     while left and right:

@@ -545,7 +545,7 @@ def _moved_result(
     values: ValueNumbers,
     ratio: float,
 ) -> Position | None:
-    read = Elements(values, [start]).at(node, own)
+    read = terms.gathered(Elements(values, [start]).at(node, own))
     if len(read) != 1:
         return None
     ((atoms, factor),) = read.items()
@@ -615,7 +615,7 @@ def _turned_result(
     known: dict[object, object] = {}
     seen: list[dict[tuple[View | None, int, int], float]] = [{} for _ in range(count)]
     for group, read in by_lane(reader, node, at, count):
-        for strand in rotation.strands(read, len(group)):
+        for strand in rotation.strands(terms.gathered(read), len(group)):
             if strand.data not in known:
                 known[strand.data] = _names_of(strand.data, start, fixed, summed, values)
             found = known[strand.data]

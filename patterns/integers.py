@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .axes import Digit, Fixed, Place, Position, Size, product, same, shape_of, size_of
+from .axes import Chosen, Digit, Fixed, Place, Position, Size, product, same, shape_of, size_of
 from .moves import broadcast, step
 from .terms import Atom
 from .values import ValueNumbers, scalar_value
@@ -56,6 +56,8 @@ def of_place(place: Place) -> Linear:
         if isinstance(digit, Fixed):
             (value,) = set(digit.values)
             out = combine(out, constant(value), weight)
+        elif isinstance(digit, Chosen):
+            out = combine(out, constant(digit.index), weight)
         else:
             out = combine(out, {digit: weight})
     return out

@@ -25,6 +25,7 @@ COPIES = {
     aten.contiguous.default,
     aten.lift_fresh_copy.default,
 }
+DIMS = {aten.unsqueeze.default, *VIEWS}  # what puts a dim where copies are joined
 SQUEEZES = {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
 
 
@@ -34,6 +35,8 @@ def step(node: Node, position: Position, casts: bool = True) -> tuple[Node, Posi
     op, args = node.target, node.args
     if op in COPIES or (casts and op is prims.convert_element_type.default and _keeps_float(node)):
         return args[0], position  # type: ignore[return-value]
+    if op is aten.cat.default:
+        return _step_copies(node, position)
     if not args or not isinstance(args[0], Node) or "val" not in args[0].meta:
         return None
     source: Node = args[0]
@@ -247,6 +250,20 @@ def _step_repeat(
             except Unread:
                 return None
     return source, tuple(out)
+
+
+def _step_copies(node: Node, position: Position) -> tuple[Node, Position] | None:
+    """A concatenation of copies of one tensor, which is its repetition, unless lanes lie along
+    it."""
+    parts: list[Node] = list(node.args[0])  # type: ignore[call-overload]
+    place = position[(node.args[1] if len(node.args) > 1 else 0) % len(position)]  # type: ignore[operator]
+    if place.is_fixed or len(parts) < 2 or not all(_alike(part, parts[0]) for part in parts):
+        return None
+    return _step_repeat(node, parts[0], shape_of(parts[0]), position)
+
+
+def _alike(a: Node, b: Node) -> bool:
+    return a is b or (a.target in DIMS and (a.target, a.args) == (b.target, b.args))
 
 
 def broadcast(value: Node, position: Position) -> Position:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .axes import Digit, Place, Position, Size, axes_in, same
+from .axes import Chosen, Digit, Place, Position, Size, axes_in, parts_of, same, shape_of
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,56 @@ def summed(a: Terms, axes: tuple[str, ...], is_one: Callable[[Atom, str], bool])
             key = tuple(sorted((*outside, total), key=lambda atom: atom.order))
         out[key] = out.get(key, 0.0) + coefficient
     return {atoms: c for atoms, c in out.items() if c}
+
+
+def gathered(read: Terms) -> Terms:
+    """Terms that differ only in an index, of which each value occurs, as one sum over an axis: what
+    autograd makes of a tensor that was copied by stacking it."""
+    for atoms, coefficient in read.items():
+        for atom in atoms:
+            for axis in _indices(atom):
+                others = [(_with(atoms, atom, axis, k), k) for k in range(axis[2].size)]
+                if all(read.get(key) == coefficient for key, _ in others):
+                    rest = {a: c for a, c in read.items() if a not in [key for key, _ in others]}
+                    run = _replaced(atom, axis, Digit("~", 1, axis[2].size))
+                    total = _sum_of((run,), ("~",))
+                    key = [a for a in atoms if a is not atom]
+                    joined = tuple(sorted((*key, total), key=lambda a: a.order))
+                    return gathered(add(rest, {joined: coefficient}))
+    return read
+
+
+def _indices(atom: Atom) -> list[tuple[int, int, Chosen]]:
+    """(dim, digit, index) for every chosen index of an element."""
+    if atom.kind != "load" or atom.node is None:
+        return []
+    out: list[tuple[int, int, Chosen]] = []
+    for dim, (place, size) in enumerate(zip(atom.position, shape_of(atom.node), strict=True)):
+        parts = parts_of(place, size) or ()
+        out += [(dim, k, d) for k, d in enumerate(parts) if isinstance(d, Chosen) and d.size > 1]
+    return out
+
+
+def _with(
+    atoms: tuple[Atom, ...], atom: Atom, axis: tuple[int, int, Chosen], index: int
+) -> tuple[Atom, ...]:
+    other = _replaced(atom, axis, Chosen(index, axis[2].size))
+    return tuple(sorted((other if a is atom else a for a in atoms), key=lambda a: a.order))
+
+
+def _replaced(atom: Atom, axis: tuple[int, int, Chosen], digit: Digit | Chosen) -> Atom:
+    """The element with another digit for the index, written as the place was."""
+    dim, k, own = axis
+    assert atom.node is not None
+    place, size = atom.position[dim], shape_of(atom.node)[dim]
+    parts = parts_of(place, size)
+    assert parts is not None
+    if parts != place.digits and isinstance(digit, Chosen):
+        moved = Place(place.digits, place.offset + (digit.index - own.index) * place.extent)
+    else:
+        moved = Place((*parts[:k], digit, *parts[k + 1 :]))
+    position = (*atom.position[:dim], moved, *atom.position[dim + 1 :])
+    return Atom(atom.kind, atom.node, position, atom.inner)
 
 
 def _sum_of(inside: tuple[Atom, ...], axes: tuple[str, ...]) -> Atom:

@@ -10,6 +10,7 @@ from spellings import (
     Grouping,
     half,
     inputs,
+    interleaved,
     partial,
     repeat_kv,
     softmax_fp32,
@@ -18,7 +19,7 @@ from torch import nn
 
 
 @pytest.mark.parametrize("B", [1, 2], ids="B{}".format)
-@pytest.mark.parametrize("name", [name for name in GROUPINGS if name != "StackedCopies"])
+@pytest.mark.parametrize("name", GROUPINGS)
 def test_fuses_grouping_in_training(name, B):
     """6 heads over 2, so that `h // 3` and `h % 2` differ and no size equals another."""
     seen = fuses(Attention(H=6, K=2, grouping=name), *inputs(B=B), scores=(11, 11))
@@ -27,9 +28,50 @@ def test_fuses_grouping_in_training(name, B):
     assert list(seen.node_of(FORWARD).args[1].meta["val"].shape) == [B, 11, 2, 8]
 
 
-def test_copies_that_are_stacked_are_never_wrong_in_training():
+@pytest.mark.parametrize("R", [2, 3, 4], ids="R{}".format)
+@pytest.mark.parametrize("rotation", [half, interleaved, None], ids=["half", "pairs", "none"])
+def test_gradient_of_stacked_copies_sums_over_the_group(R, rotation):
     """The sum over their gradients is a chain of additions."""
-    never_wrong(Attention(H=6, K=2, grouping="StackedCopies"), *inputs())
+    module = Attention(H=2 * R, K=2, grouping="StackedCopies", rotation=rotation)
+    seen = fuses(module, *inputs(), scores=(11, 11))
+    assert f"{2 * R} query / 2 key-value heads of 8" in seen.summary
+    assert list(seen.node_of(BACKWARD).meta["val"][1].shape) == [2, 11, 2, 8]
+
+
+class Copies(Grouping):
+    """repeat by a list of copies that `join` puts together."""
+
+    def __init__(self, join):
+        self.join = join
+
+    def repeat(self, x, times):
+        return self.join([x] * times)
+
+
+JOINS = {
+    "stack_then_flatten": lambda xs: torch.stack(xs, 2).flatten(1, 2),
+    "stack_outside": lambda xs: torch.stack(xs, 1).flatten(1, 2),
+    "cat": lambda xs: torch.cat(xs, 1),
+    "cat_of_unsqueezed": lambda xs: torch.cat([x.unsqueeze(2) for x in xs], 2).flatten(1, 2),
+    "hstack": lambda xs: torch.hstack(xs),
+    "tile": lambda xs: xs[0].tile(1, len(xs), 1, 1),
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", JOINS)
+def test_fuses_copies_that_are_joined(name, train):
+    module = Attention(H=6, K=2, grouping=Copies(JOINS[name]))
+    seen = fuses(module, *inputs(), train=train, scores=(11, 11))
+    assert "6 query / 2 key-value heads of 8, rotate-half RoPE," in seen.summary
+
+
+def test_copies_that_differ_are_no_group():
+    """One of the copies is scaled, and one gradient is left out of the sum."""
+    scaled = Copies(lambda xs: torch.stack([xs[0], *[2.0 * x for x in xs[1:]]], 2).flatten(1, 2))
+    assert "6 query" not in fuses(Attention(H=6, K=2, grouping=scaled), *inputs()).summary
+    partly = Copies(lambda xs: torch.stack([xs[0].detach(), *xs[1:]], 2).flatten(1, 2))
+    never_wrong(Attention(H=6, K=2, grouping=partly), *inputs())
 
 
 @pytest.mark.parametrize("name", GROUPINGS)
