@@ -237,7 +237,7 @@ class Turned:
 
 def rotated(q: Operand, k: Operand, head_dim: int, values: ValueNumbers, rotate: bool) -> Turned:
     """q and k behind their rotations where both read, in one order of lanes; else as the matmul has
-    them."""
+    them. Last, what they were multiplied by beside."""
     plain = (operands.view(q.node, q.position), operands.view(k.node, k.position))
     if not rotate:
         return Turned(*plain)
@@ -285,11 +285,15 @@ def _shape(turn: Rotation) -> tuple[int, int, bool]:
 
 
 def read_lanes(
-    operand: Operand, row: str | None, head_dim: int, values: ValueNumbers
+    operand: Operand,
+    row: str | None,
+    head_dim: int,
+    values: ValueNumbers,
+    stops: Iterable[Node] = (),
 ) -> rotation.Lanes:
     """The operand's lanes over the lanes of one tensor."""
     position = operands.fixed_lanes(operand.position, "d", lane_place(0, head_dim, head_dim))
-    reader = Elements(values, row_axis=row, width=head_dim)
+    reader = Elements(values, stops, row_axis=row, width=head_dim)
     return rotation.lanes(reader, operand.node, position, head_dim)
 
 
@@ -306,13 +310,26 @@ class Turn:
 
 def read_rotation(operand: Operand, row: str, head_dim: int, values: ValueNumbers) -> Turn:
     found = read_lanes(operand, row, head_dim, values)
+    wanted = operand.node.meta["val"].dtype
+    if found.source.dtype != wanted:  # rounded before it turns, as by a norm in fp32
+        stops = _casts_of(found.source.node, wanted)
+        found = read_lanes(operand, row, head_dim, values, stops)
     factor = rotation.common_factor(found)
     turn, order = rotation.rotation(rotation.divided(found, factor))
     operands.unrounded(operand.node, found.source.node)
-    have, wanted = found.source.dtype, operand.node.meta["val"].dtype
+    have = found.source.dtype
     if have != wanted:
         raise Unread(f"the rotation takes {have} and the matmul {wanted}, accepted equal")
     return Turn(lane_view(found, head_dim), turn, order, found, factor)
+
+
+def _casts_of(node: Node, dtype: torch.dtype) -> list[Node]:
+    cast = torch.ops.prims.convert_element_type.default
+    return [
+        user
+        for _, user in operands.moved_users(node, (), casts=False)
+        if user.target is cast and user.meta["val"].dtype is dtype
+    ]
 
 
 def lane_view(found: rotation.Lanes, head_dim: int) -> View:

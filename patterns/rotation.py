@@ -15,7 +15,7 @@ Spellings seen in the wild, all of which read as the same pairs:
 
 The halves of cos and sin are never assumed to be equal. Refused (the rotation then stays outside,
 the attention still fuses): pairs that are neither halves nor neighbours, tables that vary by head,
-factors other than 1 beside the tables.
+factors that differ by lane.
 """
 
 from __future__ import annotations
@@ -181,13 +181,14 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
             raise Unread(f"lane {k} has {_form(form)}, accepted two products with tables or itself")
     if not turned:
         raise Unread("0 lanes are turned, accepted 2 or more")
-    tables: dict[View, list[float]] = {}
+    cut = _cut_of_one_table([term for k in turned for term in found.forms[k]])
+    tables: dict[tuple[View | None, bool], list[float]] = {}
     for k in turned:
         for term in found.forms[k]:
             if term.table is None or abs(term.factor) != 1.0:
                 seen = _form(found.forms[k])
                 raise Unread(f"turned lane {k} has {seen}, accepted factors 1 and -1")
-            tables.setdefault(term.table, []).append(term.factor)
+            tables.setdefault((term.table, term.column >= cut), []).append(term.factor)
     if len(tables) != 2:
         raise Unread(f"the rotation uses {len(tables)} tables, accepted 2")
     cosines = [t for t, factors in tables.items() if len(set(factors)) == 1 and factors[0] == 1.0]
@@ -203,8 +204,8 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
         if k not in turned:
             order.append(form[0].lane)
             continue
-        straight = [t for t in form if t.table == cos]
-        crossed = [t for t in form if t.table == sin]
+        straight = [t for t in form if (t.table, t.column >= cut) == cos]
+        crossed = [t for t in form if (t.table, t.column >= cut) == sin]
         if len(straight) != 1 or len(crossed) != 1:
             raise Unread(
                 f"turned lane {k} has {len(straight)} terms of the one table and {len(crossed)} of "
@@ -214,7 +215,18 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
         own[straight[0].lane] = (crossed[0].lane, straight[0], crossed[0])
     if sorted(order) != list(range(count)):
         raise Unread(f"the lanes come from {len(set(order))} input lanes, accepted {count}")
-    return _paired(own, cos, sin), tuple(order)
+    assert cos[0] is not None
+    assert sin[0] is not None
+    return _paired(own, cos[0], sin[0]), tuple(order)
+
+
+def _cut_of_one_table(terms: list[Term]) -> float:
+    """Where a table that holds cosines and sines side by side (GPT-J) changes from one to the
+    other."""
+    columns = {term.column for term in terms}
+    if len({term.table for term in terms}) != 1:
+        return math.inf
+    return (min(columns) + max(columns) + 1) / 2
 
 
 def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rotation:

@@ -307,6 +307,32 @@ def test_normalised_before_rotation_fuses_with_it():
     assert "rotate-half RoPE," in fuses(Normed(), *inputs()).summary
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["half", "half_in_fp32", "interleaved"])
+def test_normalised_in_fp32_before_rotation_fuses_with_it(name, dtype):
+    """The norm's result is rounded before it turns, and that is what the kernel is given."""
+
+    class Normed(Attention):
+        def rotated(self, x, length):
+            wide = x.float()
+            x = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x)
+            return super().rotated(x, length)
+
+    module = Normed(rotation=ROTATIONS[name], D=16, dtype=dtype)
+    seen = fuses(module, *inputs(dtype=dtype), scores=(11, 11))
+    assert KINDS[name] in seen.summary
+
+
+@pytest.mark.parametrize("rotation", [half, interleaved, partial], ids=lambda f: f.__name__)
+def test_scale_beside_the_rotation_goes_into_the_op(rotation):
+    module = Attention(rotation=lambda x, cos, sin: rotation(x, cos, sin) * 0.7)
+    seen = fuses(module, *inputs(), scores=(11, 11))
+    assert " RoPE" in seen.summary
+    assert "no RoPE" not in seen.summary
+    assert "only" not in seen.summary
+    assert seen.argument("scale") == pytest.approx(0.3 * 0.7 * 0.7)
+
+
 def test_normalised_after_rotation_fuses_without_it():
     class Normed(Attention):
         def rotated(self, x, length):

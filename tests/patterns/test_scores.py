@@ -467,8 +467,8 @@ def test_sinks_as_a_concatenated_column():
             p = F.softmax(s, -1, dtype=s.dtype)[..., :-1]
             return self.grouping.out(p, v).transpose(1, 2).flatten(2)
 
-    run(Sinks(), *inputs())
-    run(Sinks(), *inputs(), train=False)
+    assert "sinks" in fuses(Sinks(), *inputs(), scores=(11, 11)).summary
+    assert "sinks" in fuses(Sinks(), *inputs(), train=False, scores=(11, 11)).summary
 
 
 def test_column_of_zeros_beside_the_scores():
