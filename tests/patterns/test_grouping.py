@@ -66,6 +66,20 @@ def test_fuses_copies_that_are_joined(name, train):
     assert "6 query / 2 key-value heads of 8, rotate-half RoPE," in seen.summary
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_copies_along_any_dim(dim, train):
+    """Of the batch, the heads, the keys or the lanes."""
+
+    def forward(q, k, v):
+        k, v = (torch.cat((x, x), dim) if dim < 3 or x is k else x for x in (k, v))
+        q = q if dim == 2 else torch.cat((q, q), dim)
+        return F.softmax(q @ k.mT * 0.3, -1) @ v
+
+    q, k, v = (torch.randn(2, 3, 11, 8, requires_grad=True) for _ in range(3))
+    fuses(forward, q, k, v, train=train)
+
+
 def test_copies_that_differ_are_no_group():
     """One of the copies is scaled, and one gradient is left out of the sum."""
     scaled = Copies(lambda xs: torch.stack([xs[0], *[2.0 * x for x in xs[1:]]], 2).flatten(1, 2))

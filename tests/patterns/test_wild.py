@@ -407,3 +407,20 @@ def test_cross_attention_without_rotation_beside_one_with_it():
             return self.cross(x + self.own(x), context)
 
     fuses(Both(), *inputs(L=11, S=17), sites=2)
+
+
+def test_fuses_backward_by_hand_with_softcap_and_groups():
+    """The forward is computed once more, the derivative of the softcap is 1 - tanh^2."""
+
+    def core(q, k, v, grad):
+        k, v = repeat_kv(k, 2), repeat_kv(v, 2)
+        bent = torch.tanh(q @ k.mT * 0.4 / 5.0)
+        p = torch.softmax(bent * 5.0, -1)
+        dp = grad @ v.mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * (1 - bent * bent) * 0.4
+        dk, dv = ((x.mT @ y).unflatten(1, (2, 2)).sum(2) for x, y in ((ds, q), (p, grad)))
+        return p @ v, ds @ k, dk, dv
+
+    q, k, v, grad = (torch.randn(2, h, 11, 8) for h in (4, 2, 2, 4))
+    seen = fuses(core, q, k, v, grad, train=False, backwards=1, scores=(11, 11))
+    assert "4 query / 2 key-value heads of 8, no RoPE inside, no mask, softcap 5" in seen.summary
