@@ -42,7 +42,8 @@ def window(fill, width):
 
 def keys(fill, first):
     def mask(self, s):
-        return s.masked_fill(torch.arange(s.shape[-1]) < first, fill)
+        n = s.shape[-1]
+        return s.masked_fill(torch.arange(n) < min(first, n - 1), fill)
 
     return mask
 
@@ -73,6 +74,22 @@ masks = st.one_of(st.none(), one_mask, st.builds(both, one_mask, one_mask))
 
 def scaled(a, b, divides):
     return (lambda s: s * a / b) if divides else (lambda s: (s * a) * b)
+
+
+def plain(s):
+    return torch.softmax(s, dim=-1)
+
+
+def by_hand(s):
+    wide = s.float()
+    e = torch.exp(wide - wide.amax(-1, keepdim=True))
+    return (e / e.sum(-1, keepdim=True)).to(s.dtype)
+
+
+def by_hand_detached(s):
+    wide = s.float()
+    e = torch.exp(wide - wide.detach().max(-1)[0].unsqueeze(-1))
+    return (e * e.sum(-1, keepdim=True).reciprocal()).to(s.dtype)
 
 
 def capped(cap, scale):
@@ -107,7 +124,7 @@ def attentions(draw):
         "grouping": draw(st.sampled_from(sorted(GROUPINGS))),
         "scores": draw(scores),
         "mask": draw(masks),
-        "softmax": draw(st.sampled_from([softmax_fp32, lambda s: torch.softmax(s, dim=-1)])),
+        "softmax": draw(st.sampled_from([softmax_fp32, plain, by_hand, by_hand_detached])),
         "layout": draw(st.sampled_from(["transpose", "permute", "contiguous", "unflatten"])),
         "unequal": draw(st.booleans()),
         "dtype": dtype,
