@@ -31,6 +31,7 @@ from .patterns.axes import (
     shape_of,
     size_of,
 )
+from .patterns.complex_numbers import is_complex
 from .site import View
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -140,10 +141,12 @@ class Emitter:
     def _flat(self, view: View) -> tuple[Node, list[Digit]]:
         """The node with selected and sliced dims taken, and one dim per digit."""
         node = view.node
+        if is_complex(node):  # its position has a place for the part
+            node = self.call(aten.view_as_real.default, node)
         flat: list[Part] = []
         sizes: list[Size] = []
         dim = 0
-        for place, n in zip(view.position, shape_of(view.node), strict=True):
+        for place, n in zip(view.position, shape_of(node), strict=True):
             if any(isinstance(d, Fixed) for d in place.digits):
                 raise Unread(f"{node} is read at known lanes only")
             if not place.digits:

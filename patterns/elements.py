@@ -29,21 +29,14 @@ from .axes import (
     shape_of,
     whole,
 )
+from .complex_numbers import view_as_real
 from .moves import broadcast, fixed, numbers, step
+from .split import Split, same_owner
 from .terms import Atom, Terms
 from .values import ValueNumbers, is_float, scalar_value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
-
-
-class Split(Exception):
-    """The lanes read together belong to different operands: `parts` are lane numbers that stay
-    together."""
-
-    def __init__(self, parts: list[tuple[int, ...]]) -> None:
-        super().__init__(f"{len(parts)} groups of lanes")
-        self.parts = parts
 
 
 class Elements:
@@ -135,6 +128,23 @@ class Elements:
             node, position = back
         return terms.one(Atom("table", self.values.first(node), position))
 
+    def is_table(self, node: Node, position: Position, other: Node, beside: Position) -> bool:
+        """A table varies with the position and the lane, and is shared by the heads.
+
+        Where there is only one head and one batch entry the axes cannot tell; then what comes from
+        no matmul is the table.
+        """
+        axes, all_axes = axes_in(position), axes_in(beside)
+        if not axes or not any(p.digits and p.is_fixed for p in position):
+            return False
+        if self.row_axis is not None and self.row_axis not in axes:
+            return False
+        if axes < all_axes:
+            return True
+        return axes == all_axes and (
+            self.values.comes_from_matmul(other) and not self.values.comes_from_matmul(node)
+        )
+
 
 def _is_wider(place: Place, width: int) -> bool:
     """Whether lanes and another axis share a dim in which the lanes are not one head's."""
@@ -161,31 +171,11 @@ def _mul(reader: Elements, node: Node, position: Position) -> Terms | None:
     at_a, at_b = broadcast(a, position), broadcast(b, position)
     if reader.algebra:
         return terms.multiply(reader.at(a, at_a), reader.at(b, at_b))
-    if _is_table(reader, b, at_b, a, at_a):
+    if reader.is_table(b, at_b, a, at_a):
         return terms.multiply(reader.at(a, at_a), reader.table(b, at_b))
-    if _is_table(reader, a, at_a, b, at_b):
+    if reader.is_table(a, at_a, b, at_b):
         return terms.multiply(reader.table(a, at_a), reader.at(b, at_b))
     return None
-
-
-def _is_table(
-    reader: Elements, node: Node, position: Position, other: Node, beside: Position
-) -> bool:
-    """A table varies with the position and the lane, and is shared by the heads.
-
-    Where there is only one head and one batch entry the axes cannot tell; then what comes from no
-    matmul is the table.
-    """
-    axes, all_axes = axes_in(position), axes_in(beside)
-    if not axes or not any(p.digits and p.is_fixed for p in position):
-        return False
-    if reader.row_axis is not None and reader.row_axis not in axes:
-        return False
-    if axes < all_axes:
-        return True
-    return axes == all_axes and (
-        reader.values.comes_from_matmul(other) and not reader.values.comes_from_matmul(node)
-    )
 
 
 def _add(reader: Elements, node: Node, position: Position) -> Terms | None:
@@ -250,7 +240,7 @@ def _cat(reader: Elements, node: Node, position: Position) -> Terms | None:
     values = numbers(place) if place.digits else (int(place.offset),)
     ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
     owners = [next(k for k, end in enumerate(ends) if v < end) for v in values]
-    _same_owner(owners)
+    same_owner(owners)
     k = owners[0]
     start = ends[k] - sizes[k]
     inner = (
@@ -265,14 +255,6 @@ def _cat(reader: Elements, node: Node, position: Position) -> Terms | None:
 
 def _is_empty(node: Node) -> bool:
     return any(same(n, 0) for n in shape_of(node))
-
-
-def _same_owner(owners: list[Any]) -> None:
-    if len(set(owners)) > 1:
-        groups: dict[Any, list[int]] = {}
-        for lane, owner in enumerate(owners):
-            groups.setdefault(owner, []).append(lane)
-        raise Split([tuple(lanes) for lanes in groups.values()])
 
 
 def _slice_scatter(reader: Elements, node: Node, position: Position) -> Terms | None:
@@ -293,7 +275,7 @@ def _slice_scatter(reader: Elements, node: Node, position: Position) -> Terms | 
         return None
     taken = range(*slice(start, end, stride).indices(n))
     values = numbers(place) if place.digits else (int(place.offset),)
-    _same_owner([v in taken for v in values])
+    same_owner([v in taken for v in values])
     if values[0] not in taken:
         return reader.at(base, position)  # type: ignore[arg-type]
     lanes = tuple(taken.index(v) for v in values)
@@ -340,7 +322,7 @@ def _select_scatter(reader: Elements, node: Node, position: Position) -> Terms |
     if not isinstance(n, int) or not isinstance(index, int) or not place.is_fixed:
         return None
     values = numbers(place) if place.digits else (int(place.offset),)
-    _same_owner([v == index % n for v in values])
+    same_owner([v == index % n for v in values])
     if values[0] != index % n:
         return reader.at(base, position)  # type: ignore[arg-type]
     return reader.at(source, position[:dim] + position[dim + 1 :])  # type: ignore[arg-type]
@@ -441,6 +423,7 @@ RULES: dict[Any, Rule] = {
     prims.convert_element_type.default: _cast,
     aten.tanh.default: _tanh,
     aten.sum.dim_IntList: _sum,
+    aten.view_as_real.default: view_as_real,
 }
 
 

@@ -54,6 +54,7 @@ FOLLOWED = {
     aten.unbind.int,
     aten.flip.default,
     aten.copy.default,
+    aten.view_as_complex.default,
     operator.getitem,
 }
 SHAPE_ONLY = {aten.new_empty_strided.default, aten.new_empty.default}
