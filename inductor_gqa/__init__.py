@@ -18,10 +18,10 @@ __all__ = ["NotFused", "Report", "disable", "enable", "enabled", "explain", "is_
 
 if TYPE_CHECKING:
     from .api import disable, enable, enabled, explain, is_enabled
-    from .passes import NotFused
+    from .errors import NotFused
     from .report import Report
 
-_HOMES = {"NotFused": "passes", "Report": "report"}
+_HOMES = {"NotFused": "errors", "Report": "report"}
 
 
 def __getattr__(name: str) -> Any:

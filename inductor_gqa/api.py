@@ -19,12 +19,14 @@ from .passes import AttentionPass, Settings
 log = logging.getLogger("inductor_gqa")
 
 
-def enable(*, always: bool = False, strict: bool = False) -> None:
+def enable(*, always: bool = False, strict: bool = False, verify: bool = False) -> None:
     """Fuses attention in everything that `torch.compile` compiles from here on.
 
     always: fuse whatever can be read, on any device and size; by default a site is fused where that
     is estimated to pay. strict: raise `NotFused` at compile time, listing every attention that is
-    left, instead of leaving it silently.
+    left, instead of leaving it silently. verify: at compile time, run each distinct attention in
+    fp64 on random numbers against what it replaces, values and gradients, and leave it where they
+    differ or where it cannot be run.
 
     Calling it again changes the settings. A custom joint pass that was set before keeps running,
     before ours. Functions that are compiled already stay as they are until `torch._dynamo.reset()`.
@@ -33,7 +35,7 @@ def enable(*, always: bool = False, strict: bool = False) -> None:
     current = inductor_config.joint_custom_pre_pass
     before = current.before if isinstance(current, AttentionPass) else current
     lowering.install()
-    installed = AttentionPass(Settings(always, strict), before)
+    installed = AttentionPass(Settings(always, strict, verify), before)
     changes = not isinstance(current, AttentionPass) or current.settings != installed.settings
     inductor_config.joint_custom_pre_pass = installed
     if changes:
@@ -55,13 +57,15 @@ def is_enabled() -> bool:
 
 
 @contextmanager
-def enabled(*, always: bool = False, strict: bool = False) -> Generator[None, None, None]:
+def enabled(
+    *, always: bool = False, strict: bool = False, verify: bool = False
+) -> Generator[None, None, None]:
     """`enable()` for what is compiled (first called) inside the block; the setting before it comes
     back afterwards."""
     saved = inductor_config.joint_custom_pre_pass
     before = saved.before if isinstance(saved, AttentionPass) else saved
     lowering.install()
-    inductor_config.joint_custom_pre_pass = AttentionPass(Settings(always, strict), before)
+    inductor_config.joint_custom_pre_pass = AttentionPass(Settings(always, strict, verify), before)
     try:
         yield
     finally:

@@ -8,6 +8,8 @@ thresholds and not on the CPU.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 from typing import Any
 
@@ -19,6 +21,7 @@ from .site import Site
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+CAPABILITY = (8, 0)  # bf16, and the asynchronous copies that the kernels are built on
 
 # Fewest scores per head (query length times key length) from which fusing pays, by device type.
 # Estimates, see above.
@@ -56,8 +59,28 @@ def unsupported(site: Site | Given) -> str | None:
         and site.scale_tensor.meta["val"].device.type != "cpu"
     ):
         return f"the scale is a tensor on {device.type}, accepted a number or a tensor on the CPU"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+    return _unusable(device) if device.type == "cuda" else None
+
+
+def _unusable(device: torch.device) -> str | None:
+    """Why no kernel of ours runs on this GPU, or None."""
+    if torch.version.hip is not None:
+        return "the GPU is one of AMD's, accepted NVIDIA"
+    if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        seen, least = (".".join(map(str, c)) for c in (capability, CAPABILITY))
+        return f"compute capability is {seen}, accepted {least} or higher"
+    return _broken_kernels()
+
+
+@functools.cache
+def _broken_kernels() -> str | None:
+    try:
+        importlib.import_module("inductor_gqa.kernels.choice")
+    except Exception as why:
+        return f"Triton is broken, importing the kernels raises {why!r}"
     return None
 
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .fallback import or_reference
+
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, "
     "Tensor? bias, Tensor? mask, Tensor? key_mask, Tensor? keep, Tensor? sink, "
@@ -97,6 +99,18 @@ def _cpu_backward(
     return cpu.attention_backward(grad_out, out, lse, (needs_q, needs_k, needs_v), *arguments(args))
 
 
+def _reference(*args: Any) -> tuple[Tensor, Tensor]:
+    from . import reference
+
+    return reference.attention(*arguments(args))
+
+
+def _reference_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> Any:
+    from . import reference
+
+    return reference.attention_backward(grad_out, *arguments(args[3:]), args[:3])
+
+
 def _cpu_weights(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from . import reference
 
@@ -166,14 +180,14 @@ def _cuda_weights_backward(
     )
 
 
-_library.impl("weights_backward", _cpu_weights_backward, "CPU")
-_library.impl("weights_backward", _cuda_weights_backward, "CUDA")
-_library.impl("attention", _cpu, "CPU")
-_library.impl("attention_backward", _cpu_backward, "CPU")
-_library.impl("attention_weights", _cpu_weights, "CPU")
-_library.impl("attention_weights", _cuda_weights, "CUDA")
-_library.impl("attention", _cuda, "CUDA")
-_library.impl("attention_backward", _cuda_backward, "CUDA")
+for _name, _on_cpu, _on_gpu, _plain in (
+    ("attention", _cpu, _cuda, _reference),
+    ("attention_backward", _cpu_backward, _cuda_backward, _reference_backward),
+    ("attention_weights", _cpu_weights, _cuda_weights, _cpu_weights),
+    ("weights_backward", _cpu_weights_backward, _cuda_weights_backward, _cpu_weights_backward),
+):
+    _library.impl(_name, _on_cpu, "CPU")
+    _library.impl(_name, or_reference(_on_gpu, _plain, _name), "CUDA")
 
 
 @torch.library.register_fake("inductor_gqa::attention", lib=_library)

@@ -20,8 +20,9 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from . import asserts, decide, reading, report, rewrite, rewrite_given
+from . import asserts, decide, reading, report, rewrite, rewrite_given, verify
 from .costs import costs
+from .errors import NotFused
 from .patterns import dropout
 from .patterns.anchors import Softmax, row_sums, softmaxes
 from .patterns.attention import Forward, arrangements, read_forward, without_sink
@@ -39,18 +40,17 @@ from .subgraph import Change, Watch
 log = logging.getLogger("inductor_gqa")
 
 
-class NotFused(RuntimeError):
-    """Raised in strict mode: at least one attention was left. The message lists each with its
-    reason."""
+SEARCHING = "searching the graph, so that nothing is fused,"
 
 
 @dataclass(frozen=True)
 class Settings:
     """always: fuse whatever can be read, whether or not it pays. strict: raise `NotFused` if a site
-    is left."""
+    is left. verify: run each distinct site against what it replaces first."""
 
     always: bool = False
     strict: bool = False
+    verify: bool = False
 
 
 def matmul_precision() -> str:
@@ -175,9 +175,9 @@ Anchor = Softmax | Call | torch.fx.Node
 def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     """Replaces every attention of the graph that is read, supported and worth it; returns the
     records of the others."""
-    found: list[Anchor] = _guarded(lambda: softmaxes(graph), "searching the graph") or []
-    found += _guarded(lambda: calls(graph), "searching the graph") or []
-    sums: list[torch.fx.Node] = _guarded(lambda: row_sums(graph), "searching the graph") or []
+    found: list[Anchor] = _guarded(lambda: softmaxes(graph), SEARCHING) or []
+    found += _guarded(lambda: calls(graph), SEARCHING) or []
+    sums: list[torch.fx.Node] = _guarded(lambda: row_sums(graph), SEARCHING) or []
     if not found and not sums:
         return []
     values = ValueNumbers(graph)
@@ -197,7 +197,7 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
             site, reason, _ = _timed(anchor, ValueNumbers(graph), settings)
         if site is not None and reason is None:
             try:
-                replaced |= _write(site)
+                replaced |= _write(site, graph, values, settings)
             except Unread as why:
                 reason = str(why)
         seconds += time.perf_counter() - start
@@ -222,9 +222,29 @@ def _tensors(site: Site | Given) -> set[torch.fx.Node]:
     return rewrite.tensors(site) if isinstance(site, Site) else rewrite_given.tensors(site)
 
 
-def _write(site: Site | Given) -> set[torch.fx.Node]:
+def _write(
+    site: Site | Given, graph: torch.fx.Graph, values: ValueNumbers, settings: Settings
+) -> set[torch.fx.Node]:
+    """Inserts the ops, checks them if that is asked for, and hands their results to the users of
+    what they replace; the graph is as it was if any of it fails."""
+    before = set(graph.nodes)
     write = rewrite.write if isinstance(site, Site) else rewrite_given.write
-    return write(site, matmul_precision())  # type: ignore[arg-type]
+    try:
+        pairs = write(site, matmul_precision())  # type: ignore[arg-type]
+        if settings.verify:
+            verify.check(site, pairs, values)
+    except Exception as why:
+        for node in reversed([node for node in graph.nodes if node not in before]):
+            graph.erase_node(node)
+        if isinstance(why, Unread):
+            raise
+        log.warning("writing the ops failed, the attention is left as it is", exc_info=True)
+        raise Unread(f"internal error while writing: {why!r}") from why
+    if isinstance(site, Site):
+        rewrite.detach(site)
+    for old, new in pairs:
+        old.replace_all_uses_with(new)
+    return {old for old, _ in pairs}
 
 
 def _timed(
@@ -277,9 +297,7 @@ def _record(
             None  # no attention: a classifier's or a router's softmax, a row sum of something else
         )
     training = any("tangents" in n.name for n in graph.nodes if n.op == "placeholder")
-    summary = ""
-    if site is not None:
-        summary = describe(site) if isinstance(site, Site) else describe_given(site)
+    summary = _guarded(lambda: _described(site), "describing an attention") or ""
     return report.Record(
         report.place_of(_node(anchor)),
         reason is None,
@@ -297,6 +315,12 @@ def _node(anchor: Anchor) -> torch.fx.Node:
     if isinstance(anchor, torch.fx.Node):
         return anchor
     return anchor.weights if isinstance(anchor, Softmax) else anchor.out
+
+
+def _described(site: Site | Given | None) -> str:
+    if site is None:
+        return ""
+    return describe(site) if isinstance(site, Site) else describe_given(site)
 
 
 def _details(site: Site | Given | None) -> dict[str, Any]:
@@ -327,5 +351,5 @@ def _guarded(run: Callable[[], Any], doing: str) -> Any:
     try:
         return run()
     except Exception:
-        log.warning("%s failed, nothing is fused", doing, exc_info=True)
+        log.warning("%s failed", doing, exc_info=True)
         return None

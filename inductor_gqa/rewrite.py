@@ -92,14 +92,11 @@ class Axes:
         return self.batch, self.heads, self.group, self.i, self.j
 
 
-def write(site: Site, precision: str) -> set[Node]:
-    """Inserts the ops and hands their results to the users of what they replace; returns what was
-    replaced."""
+def write(site: Site, precision: str) -> list[tuple[Node, Node]]:
+    """Inserts the ops; returns what is to be replaced, each with its replacement."""
     axes = Axes(site)
     forward_point = first(target.node for target in site.outputs)
     product = _product_before(forward_point, site.anchor)
-    for node in site.drawn:
-        _detach_from_weights(node)
     emit = Emitter(product, product)
     arguments = _arguments(site, axes, emit, precision)
     sees = None
@@ -122,9 +119,13 @@ def write(site: Site, precision: str) -> set[Node]:
     replacements += results(site.outputs, shown, axes.out, product)
     if site.gradients is not None:
         replacements += _write_backward(site, axes, arguments, out, lse, sees)
-    for old, new in replacements:
-        old.replace_all_uses_with(new)
-    return {old for old, _ in replacements}
+    return replacements
+
+
+def detach(site: Site) -> None:
+    """Frees the random ops of a site that is replaced from the weights."""
+    for node in site.drawn:
+        _detach_from_weights(node)
 
 
 def _detach_from_weights(drawn: Node) -> None:

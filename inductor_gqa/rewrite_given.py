@@ -16,8 +16,9 @@ from .patterns.given import Given
 Node = torch.fx.Node
 
 
-def write(given: Given, precision: str) -> set[Node]:
-    """Inserts the op before the first gradient it replaces; returns what was replaced."""
+def write(given: Given, precision: str) -> list[tuple[Node, Node]]:
+    """Inserts the op before the first gradient it replaces; returns what is to be replaced, each
+    with its replacement."""
 
     def axis(name: str, size: Size) -> tuple[Digit, ...]:
         return () if same(size, 1) else (Digit(name, 1, size),)
@@ -66,9 +67,7 @@ def write(given: Given, precision: str) -> set[Node]:
         if found:
             result = emit.call(operator.getitem, made, index)
             pairs += rewrite.results(found, result, groups, given.anchor)
-    for old, new in pairs:
-        old.replace_all_uses_with(new)
-    return {old for old, _ in pairs}
+    return pairs
 
 
 def leftover(given: Given) -> Node | None:
