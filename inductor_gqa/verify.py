@@ -45,6 +45,7 @@ SIZED = {
     aten.select_backward.default: (1,),
     aten.new_zeros.default: (1,),
     aten.new_full.default: (1,),
+    aten.rand.default: (0,),
     prims.iota.default: (0,),
 }
 _agreed: set[Any] = set()
@@ -59,7 +60,7 @@ def check(site: Any, pairs: Pairs, values: ValueNumbers) -> None:
     if key in _agreed:
         return
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             why = difference(site, pairs, cut, values)
     except Unread:
         raise

@@ -217,3 +217,11 @@ def test_equal_layers_are_run_once(monkeypatch):
 
 def test_verifying_is_a_setting_of_the_cache():
     assert AttentionPass(Settings(verify=True)).uuid() != AttentionPass(Settings()).uuid()
+
+
+def test_verifying_draws_no_random_numbers_of_the_user():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert verified(Attention(mask=causal), inputs()).count(FORWARD) == 1
+    assert torch.equal(torch.rand(3), expected)
