@@ -42,9 +42,11 @@ class Details:
         """E.g. "4 score matrices of 32.0 MiB in all leave the graph, 1.1 GFLOP, 50% visible"."""
         parts: list[str] = []
         if self.score_matrices:
-            size = bytes_as_text(self.score_bytes)
-            way = "leave the graph" if fused else "stay in the graph"
-            parts.append(f"{self.score_matrices} score matrices of {size} in all {way}")
+            size, many = bytes_as_text(self.score_bytes), self.score_matrices > 1
+            what = f"{self.score_matrices} score {'matrices' if many else 'matrix'} of {size}"
+            verb = ("leave" if many else "leaves") if fused else ("stay" if many else "stays")
+            where = "the graph" if fused else "in the graph"
+            parts.append(f"{what}{' in all' if many else ''} {verb} {where}")
         if self.flops:
             parts.append(f"{flops_as_text(self.flops)} in matmuls")
         if self.visible < 1:

@@ -1,0 +1,56 @@
+"""Each example runs as it stands, on a CPU, fuses every attention and does what it says."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "docs" / "examples"
+SITES = {"finetune": 2, "lora": 2, "nano": 2, "encoder": 1}
+
+
+def run(name: str, *options: str) -> str:
+    """What the example prints, with a GPU out of sight."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / f"{name}.py"), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_example_is_run_here():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SITES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["finetune", "lora", "nano"])
+def test_training_example_fuses_every_site_and_the_loss_falls(name):
+    if name != "nano":
+        pytest.importorskip("transformers")
+    printed = run(name)
+    assert f"{SITES[name]} fused, 0 left" in printed
+    first, last = map(float, re.findall(r"loss (\S+) -> (\S+)", printed)[0])
+    assert last < first
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+def test_the_trainer_fuses_as_the_loop_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = run("finetune", "--trainer")
+    first, last = map(float, re.findall(r"loss (\S+) -> (\S+)", printed)[0])
+    assert last < first
+
+
+@pytest.mark.slow
+def test_encoder_returns_its_weights_no_further_off_than_twice_eager():
+    printed = run("encoder")
+    assert "returns the weights" in printed
+    assert "1 fused, 0 left" in printed
+    ours, eager = map(float, re.findall(r"error (\S+), in eager (\S+)", printed)[0])
+    assert 0 < ours <= 2 * eager
