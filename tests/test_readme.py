@@ -1,10 +1,98 @@
-"""The README says what the results say."""
+"""The README says what the results say, and every block of code in it and in docs/ runs."""
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+
+from inductor_gqa.cli.demo_model import Decoder, Sizes
+from inductor_gqa.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LONGEST_README = 150
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """(line, code) of each block of a language."""
+    text = page.read_text(encoding="utf-8")
+    found = BLOCK.finditer(text)
+    return [(text[: m.start()].count("\n") + 1, m[2]) for m in found if m[1] == language]
+
+
+def given(page: Path) -> dict[str, Any]:
+    """What the README takes for granted: a user's model and batch. Pages of docs/ bring their
+    own."""
+    if page.name != "README.md":
+        return {}
+    torch.manual_seed(0)
+    sizes = Sizes(batch=1, length=33, layers=1, hidden=32, heads=4, kv_heads=2, vocabulary=32)
+    model = Decoder(sizes)
+    input_ids = torch.randint(32, (1, 33))
+
+    def train_step(batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).logsumexp(-1).mean()
+
+    names = {"torch": torch, "model": model, "input_ids": input_ids}
+    return {**names, "train_step": train_step, "batch": input_ids}
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Blocks run on the CPU, what they write goes to a folder of its own, what they switch on is
+    switched off."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    saved = inductor_config.joint_custom_pre_pass
+    torch._dynamo.reset()
+    yield
+    inductor_config.joint_custom_pre_pass = saved
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_runs(page):
+    names = given(page)
+    for line, code in blocks(page, "python"):
+        place = f"{page.name}:{line}"
+        exec(compile("\n" * line + code, place, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_ones_that_the_command_line_takes(page):
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"(?:python -m inductor_gqa|inductor-gqa)((?: [\w./:=-]+)+)", text)
+    for arguments in found:
+        build_parser().parse_args(shlex.split(arguments))
+    if page.name in ("README.md", "troubleshooting.md"):
+        assert found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page):
+    text = page.read_text(encoding="utf-8")
+    links = [x for x in re.findall(r"\]\(([^)#]+)\)", text) if not x.startswith("http")]
+    for link in links:
+        assert (page.parent / link).exists(), link
+    named = re.findall(r"`((?:inductor_gqa|patterns|bench|tests|docs)/[\w./-]+)`", text)
+    for name in named:
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_of_the_docs_is_linked_from_the_readme():
+    readme = PAGES[0].read_text(encoding="utf-8")
+    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in readme] == []
+
+
+def test_readme_can_be_read_at_one_go():
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= LONGEST_README
 
 
 def test_speed_table_is_made_from_the_committed_results():
