@@ -108,9 +108,7 @@ scores = st.one_of(
 def attentions(draw):
     R, K = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16]))
-    # In bf16 with two positions (B2-H1-L2-D16, K rotated) eager's largest error
-    # came out at half its usual size and ours missed twice it by 5 %: too few values to be held to.
-    L = draw(st.integers(2 if dtype is torch.float32 else 8, 13))
+    L = draw(st.integers(2, 13))
     options = {
         "H": R * K,
         "K": K,
@@ -138,10 +136,25 @@ def attentions(draw):
     return module, tensors
 
 
+def judged(module, tensors, train):
+    """As `run`. In bf16 sixteen draws have the last word over one of few values, in which eager's
+    largest error is by chance at times a third of its usual size: a wrong number is wrong in all of
+    them."""
+    try:
+        return run(module, *tensors, train=train)
+    except AssertionError as found:
+        if tensors[0].dtype is not torch.bfloat16 or "error is" not in str(found):
+            raise
+        note(f"one draw: {found}")
+    more = [torch.randn(16, *x.shape[1:]).to(x.dtype) for x in tensors]
+    more = [x.requires_grad_(old.requires_grad) for x, old in zip(more, tensors, strict=True)]
+    return run(module, *more, train=train)
+
+
 @given(attentions(), st.booleans())
 def test_no_spelling_is_wrong(attention, train):
     module, tensors = attention
-    seen = run(module, *tensors, train=train)
+    seen = judged(module, tensors, train)
     note(str(seen.sites))
     assert all(site.fused or site.reason for site in seen.sites)
     assert not any("internal error" in reason for reason in seen.reasons)
