@@ -81,7 +81,7 @@ FAULTS = (
         "patterns/rotation.py",
         "if len(signs) != 1:",
         "if len(signs) > 2:",
-        "tests/patterns/test_refusals.py -k near_miss",
+        ROPE + " -k one_direction",
     ),
     Fault(
         "the upper end of the band is one too high",
@@ -102,14 +102,14 @@ FAULTS = (
         "patterns/masks.py",
         "_tighter(high, bound, min)",
         "_tighter(high, bound, max)",
-        MASKS + " -k 'window or chunk or causal_mask_of'",
+        MASKS + " -k tighter",
     ),
     Fault(
         "a part of an axis is the axis",
         "patterns/masks.py",
         "if not same(digit.stride, 1) or not same(digit.size, length):",
         "if not same(digit.stride, 1):",
-        MASKS + " -k 'never_wrong or chunked'",
+        MASKS + " -k grid",
     ),
     Fault(
         "a negated mask is not negated",

@@ -665,3 +665,25 @@ def test_a_future_token_moves_no_earlier_output():
 def test_real_code_is_generated_and_right():
     module = Masked(CAUSAL["causal_by_added_where"], torch.finfo(torch.float32).min)
     assert run(module, *inputs(), codegen=True).fused == 1
+
+
+@pytest.mark.parametrize("shifts", [(0, 2), (2, 0), (-1, 1)])
+def test_the_tighter_of_two_bands_wins(shifts):
+    def both(module, s):
+        i, j = torch.arange(s.shape[-2])[:, None], torch.arange(s.shape[-1])[None, :]
+        hidden = (j - i > shifts[0]) | (j - i > shifts[1])
+        return s.masked_fill(hidden, float("-inf"))
+
+    seen = fuses(Attention(mask=both), *inputs(L=13))
+    assert seen.argument("band_hi") == min(shifts)
+
+
+def test_order_within_the_columns_of_a_grid_is_no_causal_mask():
+    """Positions that start again in each row of the grid: only a part of the axis is compared."""
+
+    def mask(module, s):
+        column = torch.arange(4)[None, :].expand(3, 4).reshape(12)
+        return s.masked_fill(column[None, :] > column[:, None], float("-inf"))
+
+    seen = never_wrong(Attention(mask=mask), *inputs(L=12))
+    assert seen.fused == 0 or seen.argument("band_hi") is None

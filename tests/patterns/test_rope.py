@@ -467,3 +467,15 @@ def test_left_reason_is_about_the_attention_not_the_rotation():
 def test_real_code_is_generated_and_right():
     seen = run(Attention(rotation=interleaved), *inputs(), codegen=True)
     assert seen.fused == 1
+
+
+def crossed_in_two_directions(x):
+    """Two pairs of lanes turn one way, two turn in one direction."""
+    return torch.cat((-x[..., 4:6], x[..., 6:8], x[..., :4]), -1)
+
+
+@pytest.mark.parametrize("swap", [lambda x: x.roll(4, -1), crossed_in_two_directions])
+def test_lanes_that_turn_in_one_direction_stay_outside(swap):
+    """Without the minus it is no rotation; the attention around it fuses."""
+    seen = fuses(Attention(rotation=lambda x, cos, sin: x * cos + swap(x) * sin), *inputs())
+    assert seen.argument("cos_q") is None
