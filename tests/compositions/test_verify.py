@@ -225,3 +225,34 @@ def test_verifying_draws_no_random_numbers_of_the_user():
     torch.manual_seed(5)
     assert verified(Attention(mask=causal), inputs()).count(FORWARD) == 1
     assert torch.equal(torch.rand(3), expected)
+
+
+def dropped(q, k, v):
+    weights = torch.softmax(q @ k.mT * 0.3 + 0.0, -1)
+    return torch.dropout(weights, 0.3, True) @ v
+
+
+def heads(length=7):
+    return [torch.randn(2, 3, length, 8, requires_grad=True) for _ in range(3)]
+
+
+def test_a_site_with_dropout_is_verified():
+    seen = verified(dropped, heads(), fullgraph=True)
+    assert [site.fused for site in seen.sites] == [True]
+
+
+def test_a_rejected_site_with_dropout_is_left_as_it_was(monkeypatch):
+    def reject(*_):
+        raise passes.Unread("rejected")
+
+    monkeypatch.setattr(verify, "check", reject)
+    args = heads()
+    seen = verified(dropped, args, fullgraph=True)
+    assert [site.reason for site in seen.sites] == ["rejected"]
+    stock = Seen()
+    torch._dynamo.reset()
+    with backend(stock) as chosen:
+        torch.compile(dropped, backend=chosen)(*args).square().sum().backward()
+    assert [[n.target for n in g.graph.nodes if n.op == "call_function"] for g in seen.graphs] == [
+        [n.target for n in g.graph.nodes if n.op == "call_function"] for g in stock.graphs
+    ]
