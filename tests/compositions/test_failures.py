@@ -143,8 +143,19 @@ def test_an_error_while_writing_leaves_the_site(monkeypatch, caplog):
     def broken(*args):
         raise ZeroDivisionError("broken writer")
 
+    write, sizes = passes._write, []
+
+    def counted(site, graph, *rest):
+        before = len(graph.nodes)
+        try:
+            return write(site, graph, *rest)
+        finally:
+            sizes.append((before, len(graph.nodes)))
+
+    monkeypatch.setattr(passes, "_write", counted)
     monkeypatch.setattr(passes.rewrite, "_write_backward", broken)
     seen = compiled(Attention(), inputs())
+    assert [before == after for before, after in sizes] == [True]
     assert seen.reasons == ["internal error while writing: ZeroDivisionError('broken writer')"]
     assert seen.text() == stock.text()
     assert "writing the ops failed" in caplog.text

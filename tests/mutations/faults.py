@@ -123,7 +123,7 @@ FAULTS = (
         REWRITE,
         "total = emit.call(aten.add.Tensor, *wide)",
         "total = wide[0]",
-        MASKS + " -k 'bias or added or alibi'",
+        MASKS + " -k 'two_biases'",
     ),
     Fault(
         "a fill of any value drops the key",
@@ -207,7 +207,7 @@ FAULTS = (
         REWRITE,
         '        if reached.op == "output" or',
         "        if False and",
-        "tests/patterns/test_refusals.py -k near_miss",
+        "tests/patterns/test_scores.py -k returned",
     ),
     Fault(
         "gradients that are not wanted are computed",

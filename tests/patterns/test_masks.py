@@ -403,6 +403,13 @@ def test_fuses_bias_of_any_shape(shape):
     fuses(Biased(mask=plus_bias), *inputs(), torch.randn(shape))
 
 
+def test_two_biases_are_added():
+    module = Biased(mask=lambda self, s: s + self.bias[0] + self.bias[1])
+    fuses(module, *inputs(), torch.randn(2, 11, 11))
+    module = Biased(mask=lambda self, s: s + self.bias + self.bias.mT)
+    fuses(module, *inputs(), torch.randn(4, 11, 11))
+
+
 @pytest.mark.parametrize(
     "shape", [(2, 4, 11, 11), (4, 11, 11), (11, 11), (4, 1, 1), (11,)], ids=str
 )
