@@ -46,7 +46,8 @@ def test_times_every_variant_and_fuses_only_one(result):
     assert list(result["variants"]) == ["eager", "plain", "fused", "sdpa"]
     for name, data in result["variants"].items():
         assert data["status"] == "ok"
-        assert data["step_ms"] > data["prompt_ms"] > 0
+        assert data["step_ms"] > 0
+        assert data["prompt_ms"] > 0
         assert (data.get("sites_fused", 0) > 0) == (name == "fused")
         assert data.get("sites_left", 0) == 0
 

@@ -33,7 +33,6 @@ CASES = {
         "D64-E64-fp32-causal-padded",
         "D64-E64-fp32-causal-tf32",
         "D128-E128-fp32-causal-padded",
-        "D256-E256-fp32-causal-padded",
         "D256-E256-fp32-causal-padded-tf32",
     ],
     100: [
