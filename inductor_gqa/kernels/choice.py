@@ -2,7 +2,9 @@
 
 Measured on one H200 (bf16, 32/8 heads, causal, 2026-12-01): the Gluon forward is 1.1 to 1.5 times
 as fast as the plain Triton one from S = 1k to 4k at D = 64 and 128 and computes the same, so it is
-taken wherever it can be. Key padding, biases, dropout and sinks stay with the plain kernels.
+taken wherever it can be. The Gluon backward makes 457 TFLOP/s at D = 128, S = 4096 (plain 339), 334
+(283) at S = 1024, 312 (292) and 233 (233) at D = 64. Biases, dropout and sinks stay with the plain
+kernels, and in the backward key padding.
 """
 
 from __future__ import annotations
