@@ -1,7 +1,7 @@
 """Attention backward on sm_90: when the warp-specialised kernels may run, what to launch, launcher.
 
-Knows a band of keys and nothing else; q and k come rotated, and dq and dk are those of the rotated q
-and k: `choice` turns them before and after.
+Knows a band of keys and nothing else; q and k come rotated, and dq and dk are those of the rotated
+q and k: `choice` turns them before and after.
 """
 
 from typing import Any
