@@ -28,6 +28,9 @@ log = logging.getLogger("inductor_gqa")
 # Only attention_backward has run so on a GPU. The others wait for tests/test_lowering.py to pass on
 # one: what Inductor's compilation of them raised would reach the user.
 HAS_FORWARD = False
+# Sizes of one are constants to Triton, and ptxas 12.8 crashed on a backward with a single key. A call
+# of the op survives that, code that Inductor compiles does not.
+FEWEST = 16
 TABLES = ("cos_q", "sin_q", "cos_k", "sin_k")
 
 
@@ -79,6 +82,8 @@ def _backward(
     from .kernels.choice import is_gluon_backward
 
     tensors, attention = _attention(args, grad_out=grad_out, out=out, lse=lse)
+    if min(attention.sizes[1:3]) < FEWEST:
+        raise _Opaque(f"lengths are {attention.sizes[1:3]}, accepted {FEWEST} or more")
     if is_gluon_backward(attention, (nq, nk, nv)):
         raise _Opaque("Inductor launches no Gluon kernels")
     return _launched(plan_backward(attention, (nq, nk, nv)), tensors)
