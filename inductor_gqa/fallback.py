@@ -12,30 +12,40 @@ import torch
 log = logging.getLogger("inductor_gqa")
 
 
+MOST = 8  # kinds of calls that may fail before none is tried any more
+
+
 def or_reference(
     kernel: Callable[..., Any], reference: Callable[..., Any], name: str
 ) -> Callable[..., Any]:
-    """`kernel`, and `reference` from the first failure on that is the kernel's own: one that does
-    not compile, or asks for more than the device has. An error of the device itself, or a lack of
-    memory, is nobody's to repair and is raised."""
-    failed: set[str] = set()
+    """`kernel`, and `reference` for each kind of call (shapes, dtypes and numbers) that has failed
+    by the kernel's own fault: that does not compile, or asks for more than the device has. An error
+    of the device itself, or a lack of memory, is nobody's to repair and is raised."""
+    failed: set[Any] = set()
 
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
-        if not failed:
+        if len(failed) < MOST and not (failed and _kind(args) in failed):
             try:
                 return kernel(*args)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as why:
-                failed.add(repr(why))
-                log.warning(
-                    "%s: the kernel failed with %r, plain PyTorch computes it from here on "
-                    "(`python -m inductor_gqa doctor` looks for the cause)",
-                    name,
-                    why,
-                    exc_info=log.isEnabledFor(logging.DEBUG),
-                )
+                if not failed:
+                    log.warning(
+                        "%s: the kernel failed with %r, plain PyTorch computes such calls from here "
+                        "on (`python -m inductor_gqa doctor` looks for the cause)",
+                        name,
+                        why,
+                        exc_info=log.isEnabledFor(logging.DEBUG),
+                    )
+                failed.add(_kind(args))
         return reference(*args)
 
     return run
+
+
+def _kind(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in args
+    )

@@ -93,6 +93,35 @@ def test_a_kernel_that_raises_is_replaced_by_the_reference(caplog):
         torch.testing.assert_close(found, expected)
 
 
+def test_other_calls_keep_the_kernel():
+    """A kernel that does not compile for one shape says nothing of another."""
+    tried = []
+
+    def kernel(x):
+        tried.append(len(x))
+        if len(x) == 1:
+            raise RuntimeError("ptxas failed")
+        return x + 1
+
+    run = fallback.or_reference(kernel, lambda x: x - 1, "attention")
+    one, two = torch.zeros(1), torch.zeros(2)
+    assert [float(run(x)[0]) for x in (two, one, two, one)] == [1, -1, 1, -1]
+    assert tried == [2, 1, 2]
+
+
+def test_a_kernel_that_always_fails_is_given_up():
+    tried = []
+
+    def kernel(x):
+        tried.append(len(x))
+        raise RuntimeError("no shared memory")
+
+    run = fallback.or_reference(kernel, lambda x: x, "attention")
+    for n in range(2 * fallback.MOST):
+        run(torch.zeros(n))
+    assert len(tried) == fallback.MOST
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_an_error_of_the_device_is_raised(error):
     def failing(*args):
