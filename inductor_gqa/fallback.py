@@ -33,8 +33,8 @@ def or_reference(
             except Exception as why:
                 if not failed:
                     log.warning(
-                        "%s: the kernel failed with %r, plain PyTorch computes such calls from here "
-                        "on (`python -m inductor_gqa doctor` looks for the cause)",
+                        "%s: the kernel failed with %r, plain PyTorch computes such calls from "
+                        "here on (`python -m inductor_gqa doctor` looks for the cause)",
                         name,
                         why,
                         exc_info=log.isEnabledFor(logging.DEBUG),
