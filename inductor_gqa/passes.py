@@ -35,7 +35,7 @@ from .patterns.sdpa import Call, calls, discard, read_call, read_call_gradients,
 from .patterns.summary import describe, describe_given
 from .patterns.values import ValueNumbers
 from .site import Site, Target
-from .subgraph import Change, Watch
+from .subgraph import Change, Watch, abandon
 
 log = logging.getLogger("inductor_gqa")
 
@@ -186,18 +186,18 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
         # The row sums of sites that were read with their backward belong to those.
         plans += [(anchor, *_timed(anchor, values, settings)) for anchor in sums]
     left: list[report.Record] = []
-    replaced: set[torch.fx.Node] = set()
+    dead: set[torch.fx.Node] = set()
     for anchor, site, reason, seconds in plans:
         details = _details(site) if report.wants_details() else {}
         watch = Watch(graph) if report.wants_details() else None
         start = time.perf_counter()
-        if site is not None and _tensors(site) & replaced:
+        if site is not None and dead and _is_stale(anchor, site, dead):
             # It reads what an earlier site has replaced, as where one attention's output is the
-            # next one's values.
+            # next one's values, or an earlier site reads what it would replace.
             site, reason, _ = _timed(anchor, ValueNumbers(graph), settings)
         if site is not None and reason is None:
             try:
-                replaced |= _write(site, graph, values, settings)
+                abandon(_write(site, graph, values, settings), dead)
             except Unread as why:
                 reason = str(why)
         seconds += time.perf_counter() - start
@@ -209,7 +209,7 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
         report.add(record)
         if not record.fused:
             left.append(record)
-    if replaced:
+    if dead:
         asserts.erase_proven(graph)
         stable_topological_sort(graph)
         graph.eliminate_dead_code()  # lints first
@@ -218,8 +218,16 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     return left
 
 
-def _tensors(site: Site | Given) -> set[torch.fx.Node]:
-    return rewrite.tensors(site) if isinstance(site, Site) else rewrite_given.tensors(site)
+def _is_stale(anchor: Anchor, site: Site | Given, dead: set[torch.fx.Node]) -> bool:
+    """Whether sites that were written since this one was read have changed what it reads or who
+    needs what it replaces."""
+    if isinstance(site, Given):
+        return bool(rewrite_given.tensors(site) & dead) or rewrite_given.leftover(site) is not None
+    if rewrite.tensors(site) & dead:
+        return True
+    if isinstance(anchor, Softmax):
+        return rewrite.leftover(site, anchor.weights) is not None
+    return rewrite.leftover(site, site.anchor) is not None
 
 
 def _write(

@@ -274,13 +274,27 @@ def results(
             tuple(d for d in place.digits if isinstance(d, Digit)) for place in target.position
         ]
         node = emit.cast(emit.arrange(source, wanted), target.node.meta["val"].dtype)
-        if any(
-            user.op == "output" or user.target is aten.as_strided.default
-            for user in target.node.users
-        ):
+        if _shows_layout(target.node):
             node = emit.laid_out_as(node, target.node)
         out.append((target.node, node))
     return out
+
+
+def _shows_layout(node: Node) -> bool:
+    """Whether the order of its dims in memory can be seen: by who gets it, or in the numbers that a
+    random op draws for a tensor of its layout, which pointwise ops hand on."""
+    if any(user.op == "output" or user.target is aten.as_strided.default for user in node.users):
+        return True
+    todo, seen = [node], {node}
+    while todo:
+        for user in todo.pop().users:
+            if user in seen or user.target in MATMULS or user.op == "output":
+                continue
+            if torch.Tag.nondeterministic_seeded in getattr(user.target, "tags", ()):
+                return True
+            seen.add(user)
+            todo.append(user)
+    return False
 
 
 def _write_backward(

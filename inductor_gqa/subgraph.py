@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,3 +77,14 @@ def _text(arg: Any) -> str:
     if isinstance(arg, list | tuple):
         return f"[{', '.join(_text(part) for part in arg)}]"
     return str(arg).removeprefix("torch.")
+
+
+def abandon(nodes: Iterable[Node], dead: set[Node]) -> None:
+    """Adds nodes that were replaced to `dead`, and whatever only dead nodes use."""
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node in dead:
+            continue
+        dead.add(node)
+        todo += [n for n in node.all_input_nodes if all(user in dead for user in n.users)]

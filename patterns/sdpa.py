@@ -75,11 +75,15 @@ BATCH, HEADS = "0", "1"
 
 @dataclass(frozen=True)
 class Call:
-    """One forward op, its arguments by name, and the node of its first result."""
+    """One forward op and the node of its first result."""
 
     node: Node
-    given: dict[str, Any]
     out: Node
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Arguments by name, as they are now: an earlier site that is replaced may be one."""
+        return bound(self.node)
 
     @property
     def mask(self) -> Node | None:
@@ -93,7 +97,7 @@ def calls(graph: torch.fx.Graph) -> list[Call]:
         if node.op == "call_function" and node.target in FORWARDS:
             out = _result(node, 0)
             if out is not None:
-                found.append(Call(node, bound(node), out))
+                found.append(Call(node, out))
     return found
 
 

@@ -301,3 +301,55 @@ def test_mask_is_that_of_stock_compile(forward, fallback):
 
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     assert not wrong(made["ours"], made["stock"], results(truth, truth, wide, True))
+
+
+def dropping(q, k, v):
+    return F.dropout(torch.softmax(q @ repeat_kv(k, 2).mT * 0.3, -1), 0.3) @ repeat_kv(v, 2)
+
+
+def its_queries(q, k, v):
+    return dropping(dropping(dropping(q, k, v), k, v), v, k)
+
+
+def its_keys(q, k, v):
+    return dropping(q, dropping(q, k, v)[:, ::2], v)
+
+
+def its_values(q, k, v):
+    first = dropping(q, k, v)
+    return F.dropout(torch.softmax(q @ first.mT, -1), 0.3) @ first
+
+
+@pytest.mark.usefixtures("random_as_eager")
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("forward", "sites"),
+    [(its_queries, 3), (its_keys, 2), (its_values, 2)],
+    ids=["queries", "keys", "values"],
+)
+def test_attention_of_an_attention(forward, sites, train):
+    """Nothing is left of the first: its mask is drawn for a tensor without values."""
+    q, k, v = (torch.randn(2, h, 7, 8, requires_grad=True) for h in (4, 2, 2))
+    seen = fuses(forward, q, k, v, sites=sites, train=train)
+    assert seen.count("aten.bmm.default") == 0
+
+
+def plain(q, k, v):
+    return torch.softmax(q @ repeat_kv(k, 2).mT * 0.3, -1) @ repeat_kv(v, 2)
+
+
+def called(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("random_as_eager")
+@pytest.mark.parametrize("attend", [plain, called], ids=["softmax", "call"])
+@pytest.mark.parametrize(
+    "after",
+    [lambda o: F.dropout(o, 0.3), lambda o: F.dropout(torch.tanh(o).transpose(1, 2), 0.3)],
+    ids=["at once", "later"],
+)
+def test_what_is_drawn_for_the_output_is_as_in_eager(attend, after):
+    """Random numbers are drawn in the order of memory."""
+    q, k, v = (torch.randn(2, h, 7, 8, requires_grad=True) for h in (4, 2, 2))
+    fuses(lambda q, k, v: after(attend(q, k, v)), q, k, v)

@@ -315,6 +315,16 @@ def test_left_on_the_cpu_by_default():
     assert inductor_gqa.explain(Called(plain), *inputs(), always=True).fused == 1
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_call_on_the_result_of_a_call(train):
+    def twice(q, k, v):
+        first = plain(q, k, v)
+        return F.scaled_dot_product_attention(first, first, first, is_causal=True)
+
+    q, k, v = (torch.randn(2, h, 11, 8, requires_grad=True) for h in (4, 2, 2))
+    assert fuses(twice, q, k, v, sites=2, train=train).count(*FUSED_OPS) == 0
+
+
 class TestDecomposed:
     """What no backend takes is matmuls and a softmax whose empty rows are zero."""
 
