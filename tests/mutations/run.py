@@ -35,7 +35,7 @@ def caught(fault: Fault) -> bool:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         injected(fault, folder)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
         command += ["-m", "not slow", *shlex.split(fault.test)]
         environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
