@@ -27,7 +27,7 @@ log = logging.getLogger("inductor_gqa")
 
 # Only attention_backward has run so on a GPU. The others wait for tests/test_lowering.py to pass on
 # one: what Inductor's compilation of them raised would reach the user.
-HAS_FORWARD = False
+HAS_FORWARD = True
 # Sizes of one are constants to Triton, and ptxas 12.8 crashed on a backward with a single key. A
 # call of the op survives that, code that Inductor compiles does not.
 FEWEST = 16
