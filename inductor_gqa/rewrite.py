@@ -274,13 +274,13 @@ def results(
             tuple(d for d in place.digits if isinstance(d, Digit)) for place in target.position
         ]
         node = emit.cast(emit.arrange(source, wanted), target.node.meta["val"].dtype)
-        if _shows_layout(target.node):
+        if shows_layout(target.node):
             node = emit.laid_out_as(node, target.node)
         out.append((target.node, node))
     return out
 
 
-def _shows_layout(node: Node) -> bool:
+def shows_layout(node: Node) -> bool:
     """Whether the order of its dims in memory can be seen: by who gets it, or in the numbers that a
     random op draws for a tensor of its layout, which pointwise ops hand on."""
     if any(user.op == "output" or user.target is aten.as_strided.default for user in node.users):
