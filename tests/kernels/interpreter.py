@@ -1,10 +1,12 @@
 """Triton's interpreter, in which kernels run without a GPU."""
 
+import functools
 import os
 
 import torch
 
 
+@functools.cache
 def use_interpreter() -> None:
     """Triton reads this when kernels are decorated, so before any of them is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
