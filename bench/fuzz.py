@@ -2,7 +2,9 @@
 at most twice that of eager in the same dtype, or what rounding alone explains.
 
 Every operand and every result lies in memory that is NaN around it, so that a read out of bounds
-makes NaN and a write is seen. Lengths are odd or not, masks and rotations of all kinds, strides
+makes NaN and a write is seen. An error that is off by less than twice the bound is drawn sixteen
+times more and stands if two of those are off as well: of few values eager's largest error is at
+times small by chance. Both are counted. Lengths are odd or not, masks and rotations of all kinds, strides
 transposed, sliced and zero, gradients whole or in part, weights returned or given, keys split.
 
 On a GPU the kernels are compiled, so examples come in families that share their compiled code; on
@@ -58,11 +60,13 @@ def run_family(
     seed: int, index: int, numbers: range, device: torch.device, end: float = float("inf")
 ) -> Found:
     """Examples of one family: how many ran, which were wrong and how, what they were."""
-    from fuzz_checks import wrong
+    from fuzz_checks import DRAWS, is_narrow, wrong
     from fuzz_families import Example, family
 
     of = family(seed, index, device.type == "cpu")
-    start, failures, ran, is_lost = time.perf_counter(), [], 0, False
+    start, ran, is_lost = time.perf_counter(), 0, False
+    failures: list[Found] = []
+    unlucky: list[Found] = []
     first = 0.0
     for number in numbers:
         if time.time() > end or is_lost:
@@ -73,6 +77,11 @@ def run_family(
         except Exception as error:
             found = [f"{type(error).__name__}: {str(error)[:400]}"]
             is_lost = isinstance(error, torch.AcceleratorError)  # no kernel runs after it
+        if found and is_narrow(found):
+            more = (Example(of, seed, number, device, again + 1) for again in range(DRAWS))
+            if sum(bool(wrong(another)) for another in more) < 2:
+                unlucky.append({"example": f"{index}/{number}", "wrong": found})
+                found = []
         ran += 1
         first = first or time.perf_counter() - start
         if found:
@@ -97,6 +106,7 @@ def run_family(
         "described": repr(of),
         "ran": ran,
         "failures": failures,
+        "unlucky": unlucky,
         "kinds": kinds,
         "seconds": time.perf_counter() - start,
         "first_seconds": first,
@@ -199,6 +209,7 @@ def summary(found: list[Found]) -> Found:
         "families": len(found),
         "counts": {kind: dict(sorted(values.items())) for kind, values in counts.items()},
         "failures": failures[:MOST_FAILURES],
+        "unlucky": [miss for one in found for miss in one.get("unlucky", [])],
     }
 
 

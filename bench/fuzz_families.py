@@ -169,12 +169,14 @@ def near(number: int, model: int) -> int:
 
 
 class Example:
-    """One attention of a family, its tensors in `memory`."""
+    """One attention of a family, its tensors in `memory`. `again`: other values, all else equal."""
 
-    def __init__(self, of: Family, seed: int, number: int, device: torch.device) -> None:
+    def __init__(
+        self, of: Family, seed: int, number: int, device: torch.device, again: int = 0
+    ) -> None:
         self.family, self.memory = of, Memory(device)
         self.draw = random.Random(f"{seed}/{of.index}/{number}")
-        self.random = torch.Generator(device).manual_seed(self.draw.getrandbits(40))
+        self.random = torch.Generator(device).manual_seed(self.draw.getrandbits(40) + again)
         longest = _longest(of.route, of.K * of.R, of.is_interpreted)
         B, L, S = of.sizes
         self.B = B if B == 2 else like(B, 3, self.draw)

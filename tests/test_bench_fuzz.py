@@ -185,3 +185,19 @@ def test_examples_of_a_family_share_compiled_kernels(script, monkeypatch):
     counts = [len(one) for one in kinds.values()]
     assert sum(count == 1 for count in counts) >= 0.9 * len(counts), counts
     assert max(counts) <= 3
+
+
+def test_a_narrow_miss_is_drawn_again_and_stands_if_it_is_repeated(script, monkeypatch):
+    """In one example of a thousand eager is lucky; a wrong kernel is wrong in the others too."""
+    checks = importlib.import_module("fuzz_checks")
+    narrow, far = ["dq: error is 0.146, eager 0.0588, floor 0.145"], ["out: error is inf, eager"]
+    assert checks.is_narrow(narrow)
+    assert not checks.is_narrow(["dq: error is 0.3, eager 0.0588, floor 0.145"])
+    assert not checks.is_narrow(far)
+    assert not checks.is_narrow([*narrow, "operands: 2 bytes of one were written, accepted none"])
+    device = torch.device("cpu")
+    for repeats, is_wrong in ((0, False), (1, False), (2, True)):
+        answers = iter([narrow, *[narrow] * repeats, *[[]] * 16])
+        monkeypatch.setattr(checks, "wrong", lambda example, answers=answers: next(answers))
+        found = script.run_family(0, 0, range(1), device)
+        assert (len(found["failures"]), len(found["unlucky"])) == (is_wrong, not is_wrong)
