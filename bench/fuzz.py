@@ -4,8 +4,10 @@ at most twice that of eager in the same dtype, or what rounding alone explains.
 Every operand and every result lies in memory that is NaN around it, so that a read out of bounds
 makes NaN and a write is seen. An error that is off by less than twice the bound is drawn sixteen
 times more and stands if two of those are off as well: of few values eager's largest error is at
-times small by chance. Both are counted. Lengths are odd or not, masks and rotations of all kinds, strides
-transposed, sliced and zero, gradients whole or in part, weights returned or given, keys split.
+times small by chance. Both are counted.
+
+Lengths are odd or not, masks and rotations of all kinds, strides transposed, sliced and zero,
+gradients whole or in part, weights returned or given, keys split.
 
 On a GPU the kernels are compiled, so examples come in families that share their compiled code; on
 a CPU Triton's interpreter runs them. An example is found again by its numbers:
