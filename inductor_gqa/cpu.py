@@ -28,8 +28,8 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
 
     It cannot tell a row of finfo.min alone from others (its log-sum-exp swallows the logarithm), so
     no row may be without a visible key unless hidden scores are -inf, and no bias may bring such
-    values in. It adds its mask, so that what a hidden key holds must be finite: an unwritten slot of
-    a cache may hold NaN.
+    values in. It adds its mask, so that what a hidden key holds must be finite: an unwritten slot
+    of a cache may hold NaN.
     """
     L, S = q.shape[1], k.shape[1]
     low, high = a["band_lo"], a["band_hi"]
