@@ -15,6 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 from faults import FAULTS, Fault  # noqa: E402
+from faults_of_kernels import FAULTS_OF_KERNELS  # noqa: E402
+
+ALL = (*FAULTS, *FAULTS_OF_KERNELS)
 
 
 def injected(fault: Fault, folder: Path) -> None:
@@ -47,7 +50,7 @@ def caught(fault: Fault) -> bool:
 
 
 def main() -> int:
-    chosen = [f for f in FAULTS if not sys.argv[1:] or any(w in f.name for w in sys.argv[1:])]
+    chosen = [f for f in ALL if not sys.argv[1:] or any(w in f.name for w in sys.argv[1:])]
     survived = 0
     for fault in chosen:
         start = time.perf_counter()
