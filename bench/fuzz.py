@@ -45,7 +45,7 @@ MOST_FAILURES = 40  # that are written down in full
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--examples", type=int, default=20_000, help="in all (default: 20000)")
     parser.add_argument(
         "--families", type=int, help="default: 63 on a GPU, a fifth of the examples"
