@@ -33,8 +33,9 @@ def injected(fault: Fault, folder: Path) -> None:
 
 
 def caught(fault: Fault) -> bool:
-    """Whether the named test fails. Anything but passed and failed (nothing collected, a usage
-    error) is an error of the fault's description."""
+    """Whether the named test fails, or its process dies, as of an address out of bounds. Anything
+    but that and passed (nothing collected, a usage error) is an error of the fault's
+    description."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         injected(fault, folder)
@@ -44,9 +45,9 @@ def caught(fault: Fault) -> bool:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
-    if done.returncode not in (0, 1):
+    if done.returncode > 1:
         raise RuntimeError(f"{fault.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == 1
+    return done.returncode != 0
 
 
 def main() -> int:
