@@ -42,6 +42,7 @@ from measure import record, write  # noqa: E402
 
 Found = dict[str, Any]
 MOST_FAILURES = 40  # that are written down in full
+MOST_RAISED = 3  # errors that end a family: a kernel that does not compile costs seconds each time
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -66,18 +67,19 @@ def run_family(
     from fuzz_families import Example, family
 
     of = family(seed, index, device.type == "cpu")
-    start, ran, is_lost = time.perf_counter(), 0, False
+    start, ran, raised, is_lost = time.perf_counter(), 0, 0, False
     failures: list[Found] = []
     unlucky: list[Found] = []
     first = 0.0
     for number in numbers:
-        if time.time() > end or is_lost:
+        if time.time() > end or is_lost or raised == MOST_RAISED:
             break
         example = Example(of, seed, number, device)
         try:
             found = wrong(example)
         except Exception as error:
             found = [f"{type(error).__name__}: {str(error)[:400]}"]
+            raised += 1
             is_lost = isinstance(error, torch.AcceleratorError)  # no kernel runs after it
         if found and is_narrow(found):
             more = (Example(of, seed, number, device, again + 1) for again in range(DRAWS))

@@ -137,6 +137,8 @@ def test_a_failure_is_reported_with_what_it_takes_to_run_it_again(
     assert "route='plain'" in failure["family"]
     assert "0/0: RuntimeError: out of registers" in capsys.readouterr().out
     assert script.main(["--only", "0/0"]) == 1
+    found = script.run_family(0, 0, range(10), torch.device("cpu"))
+    assert (found["ran"], len(found["failures"])) == (3, 3)
 
 
 def test_an_op_that_falls_back_to_plain_pytorch_is_an_error(script):
