@@ -176,6 +176,7 @@ def _gather(
                 index = running.pop(process.pid)
                 failure = {"example": f"{index}/?", "wrong": [f"process ended, {process.exitcode}"]}
                 found.append({"family": index, "ran": 0, "failures": [failure], "kinds": {}})
+                _tell(found[-1], args.families)
             processes[i] = start()
             processes[i].start()
         if all(not p.is_alive() for p in processes) and results.empty():

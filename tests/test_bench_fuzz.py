@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import json
 import math
+import queue
 import sys
 from pathlib import Path
 
@@ -203,3 +204,38 @@ def test_a_narrow_miss_is_drawn_again_and_stands_if_it_is_repeated(script, monke
         monkeypatch.setattr(checks, "wrong", lambda example, answers=answers: next(answers))
         found = script.run_family(0, 0, range(1), device)
         assert (len(found["failures"]), len(found["unlucky"])) == (is_wrong, not is_wrong)
+
+
+def test_a_process_that_dies_is_noted_and_replaced(script):
+    """As after a segmentation fault; the other families still run."""
+    results: queue.Queue = queue.Queue()
+
+    class Process:
+        count = 0
+
+        def __init__(self):
+            Process.count += 1
+            self.pid, self.exitcode, self.left = Process.count, None, [0, 1, 2]
+
+        def start(self):
+            if self.pid == 1:  # dies in its first family
+                results.put((1, 0, None))
+                self.exitcode = -11
+                return
+            for index in (1, 2):
+                results.put((self.pid, index, None))
+                made = {"family": index, "ran": 5, "failures": [], "kinds": {}, "seconds": 0.0}
+                results.put((self.pid, index, made))
+            self.exitcode = 0
+
+        def is_alive(self):
+            return self.exitcode is None
+
+    first = Process()
+    first.start()
+    args = script.parse(["--families", "3", "--jobs", "1"])
+    found = script._gather([first], Process, results, args)
+    assert Process.count == 2
+    assert [(one["family"], one["ran"]) for one in found] == [(0, 0), (1, 5), (2, 5)]
+    assert found[0]["failures"] == [{"example": "0/?", "wrong": ["process ended, -11"]}]
+    assert script.summary(found)["wrong"] == 1
