@@ -120,6 +120,18 @@ def test_tells_the_share_inside_a_causal_band():
     assert "56% of the scores inside the band" in str(site.lines)
 
 
+def test_a_site_that_was_left_says_so_in_its_first_line_and_why_in_the_second():
+    left = explained(Attention(softmax=lambda s: torch.softmax(s, 1)))
+    fused = explained()
+    assert (left.fused, fused.fused) == (False, True)
+    assert " left (training): " in left.lines[0]
+    assert left.lines[1].strip() == "the softmax runs over dim 1 of 4, accepted the last"
+    assert " fused (training): " in fused.lines[0]
+    assert left.reason not in " ".join(fused.lines)
+    found = Report([left, fused])
+    assert (found.fused, found.left) == (1, 1)
+
+
 def test_reading_names_axes_lanes_and_results():
     reading = dict(explained().details.reading)
     assert f"K={K}" in reading["axes"]
