@@ -340,8 +340,8 @@ def _turned(
         for s in rotation.strands(read, len(group)):
             if s.data not in sources:
                 sources[s.data] = _names(s.data, start, fixed, values)
-            for lane, entries, into in zip(group, s.entries, s.lanes, strict=True):
-                forms[lane].append(rotation.Term(s.factor, entries, into))
+            for lane, term in zip(group, s.terms(), strict=True):
+                forms[lane].append(term)
     if len(sources) != 1:
         raise Unread("the lanes come from several tensors")
     ((names, summed),) = sources.values()

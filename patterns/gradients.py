@@ -618,7 +618,7 @@ def _turned_result(
     names: Renaming | None = None
     known: dict[object, object] = {}
     bare: dict[View, View] = {}  # tables in the site's axes
-    seen: list[dict[tuple[Any, int], float]] = [{} for _ in range(count)]
+    seen: list[dict[Any, float]] = [{} for _ in range(count)]
     for group, read in by_lane(reader, node, at, count):
         for strand in rotation.strands(terms.gathered(read), len(group)):
             if strand.data not in known:
@@ -627,13 +627,13 @@ def _turned_result(
             if not isinstance(found, Renaming):
                 return None
             names = names or found
-            for entry in strand.entries[0]:
-                if entry.table not in bare:
-                    at_table = names.apply(entry.table.position)
-                    bare[entry.table] = View(entry.table.node, at_table)
-            for lane, entries, out in zip(group, strand.entries, strand.lanes, strict=True):
-                named = tuple(e._replace(table=bare[e.table]) for e in entries)
-                key = (rotation.Term(1.0, named, out).key, out)
+            for table, _, _ in strand.tables:
+                if table not in bare:
+                    bare[table] = View(table.node, names.apply(table.position))
+            for lane, term in zip(group, strand.terms(), strict=True):
+                table = None if term.table is None else bare[term.table]
+                beside = tuple(e._replace(table=bare[e.table]) for e in term.beside)
+                key = rotation.key(table, term.column, beside, term.lane)
                 seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor
     if not all(_times(have, want, ratio) for have, want in zip(seen, wanted, strict=True)):
         return None

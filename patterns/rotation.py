@@ -23,6 +23,8 @@ factors that differ by lane.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -46,17 +48,30 @@ class Entry(NamedTuple):
     dim: int | None
 
 
-class Term(NamedTuple):  # there are hundreds of them
-    """factor * entries * x[lane]; no entry for a lane that passes."""
+class Term(NamedTuple):
+    """factor * table[column] * beside * x[lane]; table None for a lane that passes. There are
+    hundreds of them, so one is a single tuple."""
 
     factor: float
-    entries: tuple[Entry, ...]
+    table: View | None
+    column: int
+    dim: int | None  # of the columns in the table, as in `Entry`
     lane: int
+    beside: tuple[Entry, ...] = ()
 
     @property
-    def key(self) -> Any:
-        """The coefficient without its factor, whatever the order of its tables."""
-        return self.entries[0] if len(self.entries) == 1 else frozenset(self.entries)
+    def entries(self) -> tuple[Entry, ...]:
+        if self.table is None:
+            return ()
+        return (Entry(self.table, self.column, self.dim), *self.beside)
+
+
+def key(table: View | None, column: int, beside: tuple[Entry, ...], lane: int) -> Any:
+    """A coefficient without its factor, whatever the order of its tables, and the lane it makes."""
+    if not beside:
+        return table, column, lane
+    pairs = [(table, column), *((e.table, e.column) for e in beside)]
+    return frozenset(Counter(pairs).items()), lane
 
 
 @dataclass
@@ -71,27 +86,39 @@ class Lanes:
     @cached_property
     def scales_by_row(self) -> bool:
         """Whether a table has one number for all lanes of a position."""
-        return any(e.dim is None for form in self.forms for term in form for e in term.entries)
+        terms = (term for form in self.forms for term in form if term.table is not None)
+        return any(t.dim is None or any(e.dim is None for e in t.beside) for t in terms)
 
     @cached_property
-    def adjoint(self) -> list[dict[tuple[Any, int], float]]:
-        """For each input lane, its gradient as {(coefficient, output lane): factor}."""
-        out: list[dict[tuple[Any, int], float]] = [{} for _ in self.forms]
+    def adjoint(self) -> list[dict[Any, float]]:
+        """For each input lane, its gradient as {coefficient and output lane (`key`): factor}."""
+        out: list[dict[Any, float]] = [{} for _ in self.forms]
         for k, form in enumerate(self.forms):
             for term in form:
-                out[term.lane][(term.key, k)] = term.factor
+                out[term.lane][key(term.table, term.column, term.beside, k)] = term.factor
         return out
 
 
 @dataclass(frozen=True)
 class Strand:
-    """One term of a group of lanes: factor * entries[n] * data[lanes[n]] in the n-th."""
+    """One term of a group of lanes: factor * tables[columns[n]] * data[lanes[n]] in the n-th."""
 
     factor: float
-    entries: list[tuple[Entry, ...]]
+    tables: tuple[tuple[View, int | None, tuple[int, ...]], ...]  # with dim and columns
     data: Atom  # its lanes set to 0
     data_dim: int
     lanes: tuple[int, ...]
+
+    def terms(self, first: int = 0) -> Iterator[Term]:
+        """The terms in the group's order, their lanes counted from `first`."""
+        if not self.tables:
+            for lane in self.lanes:
+                yield Term(self.factor, None, 0, None, lane - first)
+            return
+        (table, dim, columns), *others = self.tables
+        for n, lane in enumerate(self.lanes):
+            beside = tuple(Entry(t, at[n], d) for t, d, at in others) if others else ()
+            yield Term(self.factor, table, columns[n], dim, lane - first, beside)
 
 
 def strands(read: Terms, count: int) -> list[Strand]:
@@ -102,20 +129,18 @@ def strands(read: Terms, count: int) -> list[Strand]:
         if len(data) != 1:
             raise Unread(f"a term of a lane has {len(data)} inputs, accepted 1")
         bare, dim, lanes_ = without_lanes(data[0], count)
-        columns = [_entries(a, count) for a in atoms if a.kind == "table"]
-        entries = list(zip(*columns, strict=True)) if columns else [()] * count
-        out.append(Strand(factor, entries, bare, dim, lanes_))
+        tables = tuple(_columns(a, count) for a in atoms if a.kind == "table")
+        out.append(Strand(factor, tables, bare, dim, lanes_))
     return out
 
 
-def _entries(table: Atom, count: int) -> list[Entry]:
+def _columns(table: Atom, count: int) -> tuple[View, int | None, tuple[int, ...]]:
     """What a table gives each of a group of lanes."""
     assert table.node is not None
     if all(not isinstance(d, Fixed) for place in table.position for d in place.digits):
-        return [Entry(View(table.node, table.position), 0, None)] * count
+        return View(table.node, table.position), None, (0,) * count
     outer, dim, columns = split_lanes(table.position, count)
-    view = View(table.node, outer)
-    return [Entry(view, column, dim) for column in columns]
+    return View(table.node, outer), dim, columns
 
 
 def without_lanes(atom: Atom, count: int) -> tuple[Atom, int, tuple[int, ...]]:
@@ -152,8 +177,8 @@ def lanes(reader: Elements, node: Node, position: Position, count: int) -> Lanes
         )
     forms: list[list[Term]] = [[] for _ in range(count)]
     for group, s in found:
-        for lane, entries, at in zip(group, s.entries, s.lanes, strict=True):
-            forms[lane].append(Term(s.factor, entries, at - start))
+        for lane, term in zip(group, s.terms(start), strict=True):
+            forms[lane].append(term)
     return Lanes(View(source.node, source.position), dim, start, [tuple(f) for f in forms])
 
 
@@ -186,7 +211,8 @@ def common_factor(found: Lanes) -> float:
     """The number that every lane is multiplied by, whatever its sign; 1 where they differ."""
     factors = [abs(term.factor) for form in found.forms for term in form]
     first = factors[0] if factors else 1.0
-    return first if first and all(near(f, first) for f in factors) else 1.0
+    is_common = all(near(f, first) for f in (min(factors), max(factors))) if factors else False
+    return first if first and is_common else 1.0
 
 
 def divided(found: Lanes, factor: float) -> Lanes:
@@ -205,14 +231,14 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
     count = len(found.forms)
     turned = [k for k, form in enumerate(found.forms) if len(form) == 2]
     for k, form in enumerate(found.forms):
-        plain = len(form) == 1 and not form[0].entries and form[0].factor == 1.0
+        plain = len(form) == 1 and form[0].table is None and form[0].factor == 1.0
         if k not in turned and not plain:
             raise Unread(f"lane {k} has {_form(form)}, accepted two products with tables or itself")
     if not turned:
         raise Unread("0 lanes are turned, accepted 2 or more")
-    parts = _parts(found, turned)
+    parts = _sorted_out(found, turned)
     cut = _cut_of_one_table([part for k in turned for part in parts[k]])
-    tables: dict[tuple[View, bool], list[float]] = {}
+    tables: dict[tuple[View | None, bool], list[float]] = {}
     for k in turned:
         for part in parts[k]:
             if abs(part.factor) != 1.0:
@@ -228,7 +254,7 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
         )
     cos = cosines[0]
     (sin,) = [t for t in tables if t != cos]
-    own: dict[int, tuple[int, Part, Part]] = {}
+    own: dict[int, tuple[int, Term, Term]] = {}
     order: list[int] = []
     for k, form in enumerate(found.forms):
         if k not in parts:
@@ -248,42 +274,32 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
     return _paired(own), tuple(order)
 
 
-class Part(NamedTuple):
-    """A term of a turned lane: its cosine or sine, and the entries of what scales by position."""
-
-    factor: float
-    table: View
-    column: int
-    dim: int
-    lane: int
-    beside: tuple[Entry, ...]
-
-
-def _parts(found: Lanes, turned: list[int]) -> dict[int, list[Part]]:
-    """The terms of the turned lanes, with the cosine or sine of each told from what all share."""
-    terms = [term for k in turned for term in found.forms[k]]
-    shared: set[View] = set()
-    if any(len(term.entries) > 1 for term in terms):
-        shared = set.intersection(*({e.table for e in term.entries} for term in terms))
-        if any(all(e.table in shared for e in term.entries) for term in terms):
-            # One table of cosines and sines side by side: what is left is the same for all lanes.
-            shared = {e.table for term in terms for e in term.entries if e.dim is None}
-    return {k: [_part(term, k, found, shared) for term in found.forms[k]] for k in turned}
+def _sorted_out(found: Lanes, turned: list[int]) -> dict[int, tuple[Term, ...]]:
+    """The terms of the turned lanes, each with its cosine or sine as the table and beside it what
+    all of them share."""
+    forms = {k: found.forms[k] for k in turned}
+    terms = [term for form in forms.values() for term in form]
+    if all(t.table is not None and t.dim is not None and not t.beside for t in terms):
+        return forms
+    shared: set[View] = set.intersection(*({e.table for e in t.entries} for t in terms))
+    if any(all(e.table in shared for e in t.entries) for t in terms):
+        # One table of cosines and sines side by side: what is left is the same for all lanes.
+        shared = {e.table for t in terms for e in t.entries if e.dim is None}
+    return {k: tuple(_own_table(t, k, form, shared) for t in form) for k, form in forms.items()}
 
 
-def _part(term: Term, lane: int, found: Lanes, shared: set[View]) -> Part:
+def _own_table(term: Term, lane: int, form: tuple[Term, ...], shared: set[View]) -> Term:
     own = [e for e in term.entries if e.table not in shared]
     if len(own) != 1 or own[0].dim is None:
-        seen = _form(found.forms[lane])
-        raise Unread(f"turned lane {lane} has {seen}, accepted a cosine and a sine")
+        raise Unread(f"turned lane {lane} has {_form(form)}, accepted a cosine and a sine")
     beside = sorted(
         (e for e in term.entries if e.table in shared),
         key=lambda e: (e.table.node.name, hash(e.table), e.column),
     )
-    return Part(term.factor, *own[0], term.lane, tuple(beside))
+    return Term(term.factor, *own[0], term.lane, tuple(beside))
 
 
-def _cut_of_one_table(parts: list[Part]) -> float:
+def _cut_of_one_table(parts: list[Term]) -> float:
     """Where a table that holds cosines and sines side by side (GPT-J) changes from one to the
     other."""
     columns = {part.column for part in parts}
@@ -292,7 +308,7 @@ def _cut_of_one_table(parts: list[Part]) -> float:
     return (min(columns) + max(columns) + 1) / 2
 
 
-def _paired(own: dict[int, tuple[int, Part, Part]]) -> Rotation:
+def _paired(own: dict[int, tuple[int, Term, Term]]) -> Rotation:
     start, width = min(own), len(own)
     if sorted(own) != list(range(start, start + width)):
         raise Unread(f"turned lanes are {_some(sorted(own))}, accepted one run")
@@ -319,11 +335,13 @@ def _paired(own: dict[int, tuple[int, Part, Part]]) -> Rotation:
     )
 
 
-def _product(parts: list[Part]) -> Table:
+def _product(parts: list[Term]) -> Table:
     """The cosine or the sine of each lane, times what all terms share."""
     if len({tuple(e.table for e in part.beside) for part in parts}) != 1:
         raise Unread("the lanes are scaled by different tables, accepted one product for all")
-    table = _table([Entry(part.table, part.column, part.dim) for part in parts])
+    table = _table([part.entries[0] for part in parts])
+    if not parts[0].beside:
+        return table
     beside = zip(*(part.beside for part in parts), strict=True)
     return replace(table, times=tuple(_table(list(entries)) for entries in beside))
 
