@@ -60,6 +60,7 @@ class Emitter:
     def __init__(self, point: Node, origin: Node) -> None:
         self.graph = point.graph
         self.point = point
+        self.sizes: dict[Size, Any] = {}  # nodes before the point that hold a symbolic size
         self.meta = {key: origin.meta[key] for key in INHERITED if key in origin.meta}
         self.fake_mode = getattr(origin.meta["val"], "fake_mode", None)
 
@@ -82,6 +83,11 @@ class Emitter:
         """A size as an argument: a number, or the node that holds it."""
         if isinstance(size, int):
             return size
+        if size not in self.sizes:
+            self.sizes[size] = self._node_of_size(size)
+        return self.sizes[size]
+
+    def _node_of_size(self, size: Size) -> Node:
         for node in self.graph.nodes:
             if node is self.point:
                 break

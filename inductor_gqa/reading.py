@@ -57,11 +57,15 @@ SPREADS = {
     "crossed": "each lane's column stands at its neighbour",
     "halves": "one column for the same lane of both halves",
     "pairs": "one column for the two lanes of a pair",
+    "apart": "a column for each lane, those of a pair half the table apart",
+    "apart crossed": "a column for each lane, half the table apart, crossed",
+    "all": "one number for all lanes",
 }
 
 
 def _table(table: Table) -> str:
-    return f"{tensor(table.view)} ({SPREADS[table.spread]})"
+    times = "".join(f" times {_table(other)}" for other in table.times)
+    return f"{tensor(table.view)} ({SPREADS[table.spread]}){times}"
 
 
 def tensor(view: View) -> str:

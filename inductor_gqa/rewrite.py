@@ -156,7 +156,7 @@ def tensors(site: Site) -> set[Node]:
     views += [view for view, _ in (*site.mask.keys, *site.mask.tensors, *site.keep)]
     for turn in (site.rotate_q, site.rotate_k):
         if turn is not None:
-            views += [turn.cos.view, turn.sin.view]
+            views += [*turn.cos.views, *turn.sin.views]
     if site.sink is not None:
         views.append(site.sink)
     if site.gradients is not None:

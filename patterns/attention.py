@@ -290,10 +290,11 @@ def read_lanes(
     head_dim: int,
     values: ValueNumbers,
     stops: Iterable[Node] = (),
+    row_tables: bool = False,
 ) -> rotation.Lanes:
     """The operand's lanes over the lanes of one tensor."""
     position = operands.fixed_lanes(operand.position, "d", lane_place(0, head_dim, head_dim))
-    reader = Elements(values, stops, row_axis=row, width=head_dim)
+    reader = Elements(values, stops, row_axis=row, width=head_dim, row_tables=row_tables)
     return rotation.lanes(reader, operand.node, position, head_dim)
 
 
@@ -309,11 +310,27 @@ class Turn:
 
 
 def read_rotation(operand: Operand, row: str, head_dim: int, values: ValueNumbers) -> Turn:
-    found = read_lanes(operand, row, head_dim, values)
+    """The rotation of an operand. One that is scaled by position is looked for last: what stands
+    before a rotation, such as a gate, may scale by position too, and is no part of it."""
+    try:
+        return _turn(operand, row, head_dim, values, row_tables=False)
+    except Unread as why:
+        if not looks_turned(operand, row, values):
+            raise
+        try:
+            return _turn(operand, row, head_dim, values, row_tables=True)
+        except Unread:
+            raise why from None
+
+
+def _turn(
+    operand: Operand, row: str, head_dim: int, values: ValueNumbers, row_tables: bool
+) -> Turn:
+    found = read_lanes(operand, row, head_dim, values, row_tables=row_tables)
     wanted = operand.node.meta["val"].dtype
     if found.source.dtype != wanted:  # rounded before it turns, as by a norm in fp32
         stops = _casts_of(found.source.node, wanted)
-        found = read_lanes(operand, row, head_dim, values, stops)
+        found = read_lanes(operand, row, head_dim, values, stops, row_tables)
     factor = rotation.common_factor(found)
     turn, order = rotation.rotation(rotation.divided(found, factor))
     operands.unrounded(operand.node, found.source.node)
@@ -373,9 +390,8 @@ def grouped(
     batch_like: set[Digit] = set()
     for turn in turns:
         if turn is not None:
-            batch_like |= covered(turn.cos.view.position, atoms) | covered(
-                turn.sin.view.position, atoms
-            )
+            for table in (*turn.cos.views, *turn.sin.views):
+                batch_like |= covered(table.position, atoms)
     for view, _ in mask.keys:
         batch_like |= covered(view.position, atoms)
     split = len(shared)

@@ -11,6 +11,7 @@ never by a guess at their values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -96,13 +97,19 @@ def size_of(value: Any) -> Size:
 
 
 def shape_of(node: torch.fx.Node) -> tuple[Size, ...]:
-    return tuple(size_of(n) for n in node.meta["val"].shape)
+    return tuple([n if type(n) is int else size_of(n) for n in node.meta["val"].shape])
 
 
 def same(a: Size, b: Size) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return a == b or sympy.expand(a - b) == 0
+    return a == b or _is_zero(a, b)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _is_zero(a: Size, b: Size) -> bool:
+    """Whether a - b vanishes; the same few sizes are compared over and over."""
+    return bool(sympy.expand(a - b) == 0)
 
 
 def product(sizes: Any) -> Size:
@@ -116,6 +123,11 @@ def quotient(a: Size, b: Size) -> Size | None:
     """a / b where it is whole for every value of the symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
+    return _symbolic_quotient(a, b)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _symbolic_quotient(a: Size, b: Size) -> Size | None:
     q = sympy.cancel(sympy.sympify(a) / b)
     if sympy.denom(q) != 1:
         return None

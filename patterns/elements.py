@@ -46,8 +46,9 @@ class Elements:
     coefficient table must have; None where it is not known yet. algebra: read products of two
     tensors as products (scores and gradients) instead of as data times table (rotations). width:
     of a head; where a wider dim of lanes is joined with another (q, k and v side by side in each
-    head), reading ends before it. softmax:
-    its weights sum to one over their last dim, and its exponentials are weights times total.
+    head), reading ends before it. row_tables: what has one number for all lanes of a position is a
+    table as well. softmax: its weights sum to one over their last dim, and its exponentials are
+    weights times total.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Elements:
         algebra: bool = False,
         softmax: Softmax | None = None,
         width: int | None = None,
+        row_tables: bool = False,
     ) -> None:
         self.values = values
         self.stops = set(stops)
@@ -66,6 +68,7 @@ class Elements:
         parts = [softmax.weights, softmax.exponentials, softmax.total] if softmax else [None] * 3
         self.softmax, self.exponentials, self.total = (p and values.first(p) for p in parts)
         self.width = width
+        self.row_tables = row_tables
         self.depth = 0
         self.known: dict[tuple[Node, Position, int], Terms] = {}
 
@@ -135,7 +138,10 @@ class Elements:
         no matmul is the table.
         """
         axes, all_axes = axes_in(position), axes_in(beside)
-        if not axes or not any(p.digits and p.is_fixed for p in position):
+        has_lanes = any(p.digits and p.is_fixed for p in position)
+        if not axes or not (
+            has_lanes or (self.row_tables and not self.values.comes_from_matmul(node))
+        ):
             return False
         if self.row_axis is not None and self.row_axis not in axes:
             return False

@@ -57,6 +57,7 @@ FOLLOWED = {
     aten.view_as_complex.default,
     operator.getitem,
 }
+MULTIPLIES = {aten.mul.Tensor, prims.fma.default, aten.view_as_real.default}
 SHAPE_ONLY = {aten.new_empty_strided.default, aten.new_empty.default}
 
 
@@ -486,10 +487,12 @@ def _finished(
     result is."""
     open_: list[tuple[int, int, Node]] = [(values.order[start], 0, start)]
     waiting = {start}
+    is_turned = False  # what no table was multiplied with has no rotation undone
     while open_:
         _, _, node = heapq.heappop(open_)
         waiting.discard(node)
-        if not waiting and node is not start:
+        is_turned = is_turned or node.target in MULTIPLIES
+        if not waiting and node is not start and (lanes is None or is_turned):
             at = _as_result(site, node, start, position, lanes, summed, values, ratio)
             if at is not None:
                 return node, at
@@ -609,12 +612,13 @@ def _turned_result(
     outer = tuple(Digit(d.axis, count, d.size) for d in outer if isinstance(d, Digit))
     place = Place((*outer, Fixed(tuple(range(count)), count)))
     at = (*own[:dim], place, *own[dim + 1 :])
-    wanted = rotation.adjoint(lanes)
-    reader = Elements(values, [start])
+    wanted = lanes.adjoint
+    reader = Elements(values, [start], row_tables=lanes.scales_by_row)
     fixed = operands.fixed_lanes(position, "d", Place())
     names: Renaming | None = None
     known: dict[object, object] = {}
-    seen: list[dict[tuple[View | None, int, int], float]] = [{} for _ in range(count)]
+    bare: dict[View, View] = {}  # tables in the site's axes
+    seen: list[dict[Any, float]] = [{} for _ in range(count)]
     for group, read in by_lane(reader, node, at, count):
         for strand in rotation.strands(terms.gathered(read), len(group)):
             if strand.data not in known:
@@ -623,13 +627,14 @@ def _turned_result(
             if not isinstance(found, Renaming):
                 return None
             names = names or found
-            if strand.table is not None and strand.table not in known:
-                bare = names.apply(strand.table.position)
-                known[strand.table] = View(strand.table.node, bare)
-            table = None if strand.table is None else known[strand.table]
-            for lane, column, out in zip(group, strand.columns, strand.lanes, strict=True):
-                key = (table, column, out)
-                seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor  # type: ignore[index]
+            for table, _, _ in strand.tables:
+                if table not in bare:
+                    bare[table] = View(table.node, names.apply(table.position))
+            for lane, term in zip(group, strand.terms(), strict=True):
+                table = None if term.table is None else bare[term.table]
+                beside = tuple(e._replace(table=bare[e.table]) for e in term.beside)
+                key = rotation.key(table, term.column, beside, term.lane)
+                seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor
     if not all(_times(have, want, ratio) for have, want in zip(seen, wanted, strict=True)):
         return None
     if names is None:
@@ -639,6 +644,8 @@ def _turned_result(
 
 
 def _times(have: dict[Any, float], want: dict[Any, float], ratio: float) -> bool:
+    if ratio == 1.0 and have == want:
+        return True
     return have.keys() == want.keys() and all(
         terms.near(have[key], ratio * want[key]) for key in want
     )

@@ -132,7 +132,7 @@ def _step_out_of_list(node: Node, position: Position) -> tuple[Node, Position] |
 
 
 def shape_of_val(value: torch.Tensor) -> tuple[Size, ...]:
-    return tuple(size_of(n) for n in value.shape)
+    return tuple([n if type(n) is int else size_of(n) for n in value.shape])
 
 
 def numbers(place: Place) -> tuple[int, ...]:

@@ -289,9 +289,8 @@ FAULTS = (
     Fault(
         "the size is the first one seen",
         "inductor_gqa/emit.py",
-        "        if isinstance(size, int):\n            return size\n        for node",
-        "        if not isinstance(size, int):\n            from ..decide import hint\n\n"
-        "            return hint(size)\n        for node",
+        "            self.sizes[size] = self._node_of_size(size)",
+        "            from .decide import hint\n\n            self.sizes[size] = hint(size)",
         SHAPES + " -k dynamic",
     ),
 )
