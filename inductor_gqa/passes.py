@@ -20,7 +20,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from . import asserts, decide, reading, report, rewrite, rewrite_given, verify
+from . import asserts, decide, reading, report, rewrite, rewrite_given, verify, words
 from .costs import costs
 from .errors import NotFused
 from .patterns import dropout
@@ -35,7 +35,7 @@ from .patterns.sdpa import Call, calls, discard, read_call, read_call_gradients,
 from .patterns.summary import describe, describe_given
 from .patterns.values import ValueNumbers
 from .site import Site, Target
-from .subgraph import Change, Watch, abandon
+from .subgraph import Change, Watch, abandon, around
 
 log = logging.getLogger("inductor_gqa")
 
@@ -337,7 +337,8 @@ def _details(site: Site | Given | None) -> dict[str, Any]:
         return {}
     try:
         found = costs(site)
-        return {**(vars(found) if found else {}), "reading": reading.lines(site)}
+        read = {"reading": reading.lines(site), "words": words.lines(site)}
+        return {**(vars(found) if found else {}), **read}
     except Exception:  # a report must never break a user's compile
         log.warning("a site's details cannot be told", exc_info=True)
         return {}
@@ -346,8 +347,10 @@ def _details(site: Site | Given | None) -> dict[str, Any]:
 def _detailed(
     record: report.Record, anchor: Anchor, details: dict[str, Any], change: Change
 ) -> report.Record:
-    source = report.source_of(_node(anchor))
-    return report.detailed(record, source=source, gone=change.gone, come=change.come, **details)
+    node = _node(anchor)
+    stays = () if record.fused else around(node)
+    changed = {"gone": change.gone, "come": change.come, "stays": stays}
+    return report.detailed(record, source=report.source_of(node), **changed, **details)
 
 
 def _feeds_matmul(softmax: Softmax, values: ValueNumbers) -> bool:
