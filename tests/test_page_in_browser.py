@@ -7,7 +7,7 @@ import torch
 from spellings import Attention, inputs
 
 import inductor_gqa
-from inductor_gqa.report import Report
+from inductor_gqa.report import Details, Record, Report
 
 SCHEMES = ("light", "dark")
 WIDTHS = (1280, 400)
@@ -44,7 +44,9 @@ def page(tmp_path_factory):
     fused = inductor_gqa.explain(Attention(), *inputs(L=64))
     left = inductor_gqa.explain(Attention(softmax=lambda s: torch.softmax(s, 1)), *inputs(L=64))
     out = tmp_path_factory.mktemp("page") / "page.html"
-    Report([*fused.sites * 2, *left.sites]).save(out, "a report with a long title " * 3)
+    long = "no_place_to_break_a_line_" * 8
+    odd = Record(long, False, long, long, "training", False, details=Details(source=long))
+    Report([*fused.sites * 2, *left.sites, odd]).save(out, "a report with a long title " * 3)
     return out
 
 
