@@ -285,7 +285,9 @@ def _given(total: torch.fx.Node, values: ValueNumbers) -> Given:
     given = read_given(total, values)
     kept = rewrite_given.leftover(given)
     if kept is not None:
-        raise Unread(f"the gradient of the weights is used by {kept}")
+        raise Unread(
+            f"the gradient of the weights is used by {kept}, accepted one that nothing else needs"
+        )
     return given
 
 
@@ -335,13 +337,10 @@ def _details(site: Site | Given | None) -> dict[str, Any]:
     """What a report says of a site beyond its record, taken before the graph is changed."""
     if site is None:
         return {}
-    try:
-        found = costs(site)
-        read = {"reading": reading.lines(site), "words": words.lines(site)}
-        return {**(vars(found) if found else {}), **read}
-    except Exception:  # a report must never break a user's compile
-        log.warning("a site's details cannot be told", exc_info=True)
-        return {}
+    found = _guarded(lambda: costs(site), "counting a site's costs")
+    read = _guarded(lambda: reading.lines(site), "telling how a site was read")
+    said = _guarded(lambda: words.lines(site), "telling in words how a site was read")
+    return {**(vars(found) if found else {}), "reading": read or (), "words": said or ()}
 
 
 def _detailed(

@@ -86,7 +86,8 @@ class Record:
         what = "; ".join([what, *self.notes[:NOTES]])
         costs = self.details.costs(self.fused)
         first = f"{self.place} {state} ({self.direction}): {self.details.source}".rstrip(": ")
-        return (first, f"    {what}", *([f"    {costs}"] if costs else []))
+        # A reason may quote an error, which may have lines of its own.
+        return (first, f"    {' '.join(what.split())}", *([f"    {costs}"] if costs else []))
 
     def as_data(self) -> dict[str, Any]:
         """The record for JSON, without the lists of operations."""

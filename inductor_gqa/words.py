@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .patterns.axes import Digit, Place, product, same
+from .patterns.axes import Chosen, Digit, Place, product, same
 from .patterns.given import Given
 from .site import Mask, Rotation, Site, View
 from .subgraph import kind
@@ -59,8 +59,10 @@ def _place(place: Place, site: Site | Given) -> str:
 
 
 def _axis(digit: Any, site: Site | Given) -> str:
+    if isinstance(digit, Chosen):
+        return f"part {digit.index} of {digit.size}"
     if not isinstance(digit, Digit):
-        return "one part" if not hasattr(digit, "values") else "lane"
+        return "lane"
     if digit.axis in AXES:
         return AXES[digit.axis]
     groups = {"batch": site.batch, "kv": site.kv_heads, "group": site.group}

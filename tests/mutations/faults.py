@@ -294,4 +294,11 @@ FAULTS = (
         "            return hint(size)\n        for node",
         SHAPES + " -k dynamic",
     ),
+    Fault(
+        "a sum of projections is taken apart before it turns",
+        "patterns/elements.py",
+        "        bool(a and b)\n",
+        "        False\n",
+        ROPE + " -k 'sum_of_projections and adapter'",
+    ),
 )
