@@ -127,6 +127,8 @@ def _returned_weights(found: Forward, values: ValueNumbers) -> tuple[Target, ...
     site = found.site
     done = [target.node for target in rewrite.targets(site)]
     for _, user in moved_users(site.anchor, ()):
+        if user.op == "output":
+            continue  # returned as they are: no gradient, though it stands beside gradients
         if values.comes_from_gradient(user) and rewrite.survivor(user, *done):
             raise Unread("the attention weights are returned with a gradient, accepted without one")
     ends = arrangements(site.anchor, found.canonical, values)

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +91,3 @@ def test_every_page_of_the_docs_is_linked_from_the_readme():
 
 def test_readme_can_be_read_at_one_go():
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= LONGEST_README
-
-
-def test_speed_table_is_made_from_the_committed_results():
-    script = ROOT / "bench" / "readme.py"
-    made = subprocess.run([sys.executable, str(script), "--check"], check=False)
-    assert made.returncode == 0, "run `python bench/readme.py`"
