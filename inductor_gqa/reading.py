@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .patterns.axes import Digit, Place, Position, product
+from .patterns.axes import Chosen, Digit, Place, Position, product
 from .patterns.given import Given
 from .site import Rotation, Site, Table, Target, View
 from .subgraph import kind
@@ -119,6 +119,8 @@ def _place(place: Place) -> str:
 
 
 def _digit(digit: Any) -> str:
+    if isinstance(digit, Chosen):
+        return f"part {digit.index} of {digit.size}"
     if not isinstance(digit, Digit):
         return f"lanes {digit.values[0]}..{digit.values[-1]}"
     return digit.axis if digit.stride == 1 else f"{digit.axis}//{digit.stride}"

@@ -33,10 +33,13 @@ from .complex_numbers import view_as_real
 from .moves import broadcast, fixed, numbers, step
 from .split import Split, same_owner
 from .terms import Atom, Terms
-from .values import ValueNumbers, is_float, scalar_value
+from .values import MATMULS, ValueNumbers, is_float, scalar_value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
+
+# What a term of a sum ends at, where that sum is data: a result, or another such sum.
+ENDS = MATMULS | {aten.add.Tensor, aten.sub.Tensor}
 
 
 class Elements:
@@ -191,7 +194,25 @@ def _add(reader: Elements, node: Node, position: Position) -> Terms | None:
         return None
     a = reader.operand(node, node.args[0], position)
     b = reader.operand(node, node.args[1], position)
-    return None if a is None or b is None else terms.add(a, b, sign * alpha)
+    if a is None or b is None or (not reader.algebra and _are_results(a, b)):
+        return None
+    return terms.add(a, b, sign * alpha)
+
+
+def _are_results(a: Terms, b: Terms) -> bool:
+    """Whether a sum is of what different matmuls made, as a projection and LoRA's adapter, or has
+    a tensor that the graph was given, as a bias: the sum then is what is rotated, not a part of the
+    rotation, whose terms have tables."""
+    if not a or not b or any(atom.kind != "load" for t in (a, b) for key in t for atom in key):
+        return False
+    left, right = ({atom.node for key in read for atom in key} for read in (a, b))
+    if left == right:
+        return False
+    return any(_are(ends, ()) for ends in (left, right)) or _are(left | right, ENDS)
+
+
+def _are(nodes: set[Node | None], targets: Iterable[Any]) -> bool:
+    return all(n is not None and (n.op == "placeholder" or n.target in targets) for n in nodes)
 
 
 def _neg(reader: Elements, node: Node, position: Position) -> Terms | None:

@@ -71,7 +71,10 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     grads_out = [view for _, _, view, _ in dv_products] + ([dp[2]] if dp else [])
     first = grads_out[0]
     if any(not same_view(first, other, values) for other in grads_out):
-        raise Unread("the gradients of the weights and of the values start from different tensors")
+        raise Unread(
+            "the gradients of the weights and of the values start from different tensors, "
+            "accepted one gradient of the output"
+        )
     v_targets = [
         target
         for matmul, position, _, over in dv_products
@@ -116,7 +119,10 @@ def _value_gradients(
             names = operands.renaming(p, at_p, weights, canonical, values)
             summed = operands.back_to(p, at_p, weights, values)
             if summed is None or not _is_axis(summed[-2], "c"):
-                raise Unread("the weights are multiplied by something that is no value or gradient")
+                raise Unread(
+                    "the weights are multiplied by something that is no value or gradient, "
+                    "accepted the values or the gradient of the output"
+                )
             dim = shape_of(g)[-1 if free == "r" else -2]
             operands.free_axis(free, dim, "e", names)
             grad = operands.view(g, names.apply(at_g))
@@ -266,7 +272,10 @@ def _score_gradients(
                 out.append((matmul, names.apply(result), role, ratio, over))
                 break
         else:
-            raise Unread(f"the gradient of the scores is multiplied by {view.node}, not by q or k")
+            raise Unread(
+                f"the gradient of the scores is multiplied by {view.node}, not by q or k, "
+                "accepted q or k"
+            )
     return out
 
 
@@ -318,7 +327,10 @@ def _proven(
         if atom.kind == "load" and atom.node is first_weights
     }
     if len(places) != 1:
-        raise Unread(f"the operand {z} of a gradient matmul is not a gradient of this softmax")
+        raise Unread(
+            f"the operand {z} of a gradient matmul is not a gradient of this softmax, "
+            "accepted P (dP - rowsum(P dP))"
+        )
     names = Renaming()
     names.learn(places.pop(), softmax.position)
     seen = reader.at(z, names.apply(position))
@@ -326,7 +338,10 @@ def _proven(
     wanted = _derivative(forward, reader, dp, dp_position)
     ratio = terms.ratio(wanted, seen)
     if ratio is None:
-        raise Unread(f"{z} is not the derivative of the scores that were read forward")
+        raise Unread(
+            f"{z} is not the derivative of the scores that were read forward, "
+            "accepted their derivative"
+        )
     return names, ratio
 
 
@@ -414,7 +429,7 @@ def row_total(reader: Elements, weights: View, gradient: Terms) -> Terms:
     try:
         return terms.summed(product, ("j",), reader.sums_to_one)
     except ArithmeticError as why:  # one key: there is no axis to sum over
-        raise Unread("the softmax runs over a single key") from why
+        raise Unread("the softmax runs over a single key, accepted 2 or more") from why
 
 
 def _weight_gradient(site: Site, reader: Elements, dp: Node, position: Position) -> Terms:
@@ -435,7 +450,9 @@ def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Posit
     for view, keeps, _ in read.filled:
         flag = flagged(reader, view.node, view.position, "where" if keeps else "unless")
         if flag is None:
-            raise Unread(f"the scores are filled by {view.node}, which is no boolean")
+            raise Unread(
+                f"the scores are filled by {view.node}, which is no boolean, accepted a boolean"
+            )
         out = terms.multiply(out, flag)
     if read.capped is not None:
         bent = reader.at(read.capped.node, read.capped.position)
@@ -500,11 +517,16 @@ def _finished(
             if user.target in SHAPE_ONLY:
                 continue
             if user.target not in FOLLOWED:
-                raise Unread(f"the gradient {start} is used by {user} before it is complete")
+                raise Unread(
+                    f"the gradient {start} is used by {user} before it is complete, "
+                    "accepted no other use"
+                )
             if user not in waiting:
                 waiting.add(user)
                 heapq.heappush(open_, (values.order[user], len(open_), user))
-    raise Unread(f"the gradient {start} ends before it is complete")
+    raise Unread(
+        f"the gradient {start} ends before it is complete, accepted one that reaches q, k or v"
+    )
 
 
 def _as_result(

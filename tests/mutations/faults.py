@@ -293,4 +293,11 @@ FAULTS = (
         "            from .decide import hint\n\n            self.sizes[size] = hint(size)",
         SHAPES + " -k dynamic",
     ),
+    Fault(
+        "a sum of projections is taken apart before it turns",
+        "patterns/elements.py",
+        "        bool(a and b)\n",
+        "        False\n",
+        ROPE + " -k 'sum_of_projections and adapter'",
+    ),
 )
