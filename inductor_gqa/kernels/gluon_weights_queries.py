@@ -29,6 +29,14 @@ if WHY_NOT is None:
 
 
 @jit
+def summed(tile):
+    """Sums of a row over the columns that one thread holds, 2 of every 8: no value crosses threads
+    until the end of the sweep."""
+    parts = tile.reshape([tile.shape[0], tile.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
+
+
+@jit
 def consumer(
     W: tl.constexpr, g_smem, k_smem, v_smem, p_smem, held, k_bars, v_bars, dq_desc, delta_ptr,
     tables, sizes, scale, H: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr,
@@ -53,8 +61,8 @@ def consumer(
         pk = gl.zeros([BM, D], gl.float32, layout=G_LAYOUT)
         dq = gl.zeros([BM, D], gl.float32, layout=G_LAYOUT)
         centre = gl.zeros([BM], gl.float32, layout=ROWS)
-        sum_p = gl.zeros([BM], gl.float32, layout=ROWS)
-        rest = gl.zeros([BM], gl.float32, layout=ROWS)
+        sum_p = summed(zeros)
+        sum_ds = summed(zeros)
         mbarrier.wait(held_full.index(mine), (turn // HELD) & 1)
         for t in range(steps):
             slot = (seen + t) % SLOTS
@@ -74,15 +82,16 @@ def consumer(
                 if t == 0:
                     centre = gl.sum(dp, 1) / gl.minimum(S, BM).to(gl.float32)
                 dp -= centre[:, None]
-                sum_p += gl.sum(p.to(gl.float32), 1)
+                sum_p += summed(p.to(gl.float32))
             dp = p.to(gl.float32) * dp
-            rest += gl.sum(dp, 1)
+            sum_ds += summed(dp)
             da = gl.convert_layout(dp.to(k_smem.dtype), A_LAYOUT)
             dq = warpgroup_mma(da, k, dq, is_async=True)
             pk, pa, dq, da = warpgroup_mma_wait(num_outstanding=0, deps=(pk, pa, dq, da))
             hand_back(k_empty.index(slot))
         seen += steps
-        rest += centre * (sum_p - 1.0)
+        rest = gl.convert_layout(gl.sum(sum_ds, 1), ROWS)
+        rest += centre * (gl.convert_layout(gl.sum(sum_p, 1), ROWS) - 1.0)
         rows = row0 + gl.arange(0, BM, layout=ROWS)
         gl.store(delta_ptr + delta_of(b, h, L, H) + rows, rest + centre)
         dq = (dq - pk * gl.convert_layout(rest, gl.SliceLayout(1, G_LAYOUT))[:, None]) * scale
