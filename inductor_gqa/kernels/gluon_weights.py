@@ -35,7 +35,7 @@ from inductor_gqa.kernels.weights_backward import (
 
 TILE_ROWS = 2 * BM.value
 GATHER_ROWS = 32
-PITCH_TILE = (32, 128)
+PITCH_TILE = (16, 128)
 
 
 @dataclasses.dataclass(frozen=True)
