@@ -94,6 +94,7 @@ def _weights(*args: Any) -> list[Any]:
 
 
 def _weights_backward(*args: Any) -> list[Any]:
+    from .kernels.choice import is_gluon_weights
     from .kernels.weights_backward import WeightsBackward, plan_weights_backward
 
     names = ("grad_out", "weights", "q", "k", "v", *TABLES)
@@ -101,6 +102,8 @@ def _weights_backward(*args: Any) -> list[Any]:
     scale, group, start, interleaved, precision, *needs = args[len(names) :]
     tensors, operands, capability = _realized_tensors(named, _table_shapes(named))
     subject = WeightsBackward(operands, scale, group, start, interleaved, precision, capability)
+    if is_gluon_weights(subject, (needs[0], needs[1], needs[2])):
+        raise _Opaque("Inductor launches no Gluon kernels")
     return _launched(plan_weights_backward(subject, (needs[0], needs[1], needs[2])), tensors)
 
 

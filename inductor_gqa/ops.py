@@ -160,7 +160,7 @@ def _cpu_weights_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _cuda_weights_backward(
     grad_out: Tensor, weights: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from .kernels.weights_backward import weights_backward as launch
+    from .kernels.choice import weights_backward as launch
 
     cos_q, sin_q, cos_k, sin_k, scale, group, start, interleaved, precision, *needs = rest
     tables: dict[str, Any] = {"cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k}

@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 
-from . import decode, decode_tiles, gluon_backward, gluon_forward
+from . import decode, decode_tiles, gluon_backward, gluon_forward, gluon_weights
 from .forward import collect
 from .plan import Attention, Plan, execute
 from .rotate import plan_rotation
+from .weights_backward import WeightsBackward, subject_of
 
 # Whether the forward that splits the keys of few queries is used at all.
 HAS_DECODE = True
+# The sm_90 backward from given weights: fewest queries and keys, or fewest queries of all batches.
+SHORTEST_GIVEN = 256
+MOST_OF_FEW_GIVEN = 2048
 
 TENSORS = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep", "sink")
 
@@ -40,6 +44,13 @@ def is_gluon_backward(attention: Attention, needs: tuple[bool, bool, bool]) -> b
     tensors |= {name: scratch[slot] for name, slot in names.items() if slot in scratch}
     bare = dataclasses.replace(attention, tensors=tensors)
     return gluon_backward.usable_backward(bare) is None
+
+
+def is_gluon_weights(subject: WeightsBackward, needs: tuple[bool, bool, bool]) -> bool:
+    """Whether the sm_90 kernels take this backward from given weights."""
+    B, L, S, *_ = subject.sizes
+    is_long = min(L, S) >= SHORTEST_GIVEN or B * min(L, S) >= MOST_OF_FEW_GIVEN
+    return is_long and gluon_weights.unusable(subject, needs) is None
 
 
 def is_decode(attention: Attention, multiprocessors: int) -> bool:
@@ -93,6 +104,28 @@ def attention_backward(
     tensors, unturned = collect(back, shape)
     results = _rotated(tensors, unturned)
     return results["q"], results["k"], dv
+
+
+def weights_backward(
+    grad_out: torch.Tensor,
+    weights: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+    **arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `weights_backward.weights_backward`, by the kernels that are chosen."""
+    from .weights_backward import weights_backward as plain
+
+    named = {"grad_out": grad_out, "weights": weights, "q": q, "k": k, "v": v}
+    named |= {name: arguments.get(name) for name in ("cos_q", "sin_q", "cos_k", "sin_k")}
+    numbers = [arguments[name] for name in ("scale", "group", "rope_start", "rope_interleaved")]
+    tensors, subject = subject_of(named, *numbers)
+    if not is_gluon_weights(subject, needs):
+        return plain(grad_out, weights, q, k, v, needs=needs, **arguments)
+    return gluon_weights.weights_backward_sm90(subject, tensors)
 
 
 def _parts(

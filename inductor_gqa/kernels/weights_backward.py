@@ -106,7 +106,7 @@ def plan_weights_backward(
         use_descriptors = subject.capability is not None and subject.capability >= (9, 0)
 
     pitch = -(-S // 16) * 16  # whole 16-byte vectors in every dtype
-    outputs, places = _outputs(subject, needs, is_packed)
+    outputs, places = outputs_of(subject, needs, is_packed)
     scratch: dict[str, Operand] = {}
     if need_q or need_k:
         scratch["delta"] = Operand.contiguous((B, H, L), torch.float32)
@@ -165,7 +165,7 @@ def plan_weights_backward(
     )
 
 
-def _outputs(
+def outputs_of(
     subject: WeightsBackward, needs: tuple[bool, bool, bool], is_packed: bool
 ) -> tuple[dict[str, Operand], dict[str, int]]:
     """Tensors to allocate for the results, and where in them each gradient lies."""
@@ -198,6 +198,23 @@ def _outputs(
         "first_dk": 0,
         "first_dv": 0,
     }
+
+
+def gradients_of(subject: WeightsBackward, is_packed: bool) -> dict[str, tuple[str, Operand, int]]:
+    """Of each gradient: its slot, that slot as [B, N, heads, width], and its first head there.
+    Packed, the widths must be equal."""
+    B, L, S, H, D, E = subject.sizes
+    K = H // subject.group
+    dtype = subject.tensors["q"].dtype
+    if is_packed:
+        whole = Operand.contiguous((B, L, H + 2 * K, D), dtype)
+        return {
+            "dq": ("packed", whole, 0),
+            "dk": ("packed", whole, H),
+            "dv": ("packed", whole, H + K),
+        }
+    shapes = {"dq": (B, L, H, D), "dk": (B, S, K, D), "dv": (B, S, K, E)}
+    return {name: (name, Operand.contiguous(shape, dtype), 0) for name, shape in shapes.items()}
 
 
 def _has_vectors(x: Operand) -> bool:
@@ -295,29 +312,36 @@ def weights_backward(
     columns q, k, v: three weight-gradient GEMMs can then be one. Without it an empty tensor stands
     for what `needs` leaves out. Strides of the inputs are free, tables are [B, L, W] and [B, S, W].
     """
-    tensors = {
-        "grad_out": grad_out_BLHE,
-        "weights": weights_BHLS,
-        "q": q_BLHD,
-        "k": k_BSHD,
-        "v": v_BSHE,
-    }
+    named = {"grad_out": grad_out_BLHE, "weights": weights_BHLS}
+    named |= {"q": q_BLHD, "k": k_BSHD, "v": v_BSHE}
     tables = {"cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k}
-    tensors |= {name: x for name, x in tables.items() if x is not None}
-    subject = WeightsBackward(
-        {name: Operand.of(x) for name, x in tensors.items()},
-        scale,
-        group,
-        rope_start,
-        rope_interleaved,
-        precision,
-        torch.cuda.get_device_capability(q_BLHD.device) if q_BLHD.is_cuda else None,
+    tensors, subject = subject_of(
+        named | tables, scale, group, rope_start, rope_interleaved, precision
     )
     results = execute(plan_weights_backward(subject, needs, packed, config=config), tensors)
-    if not packed:
+    return gradients_in(subject, results)
+
+
+def subject_of(
+    named: Mapping[str, torch.Tensor | None], *numbers: Any
+) -> tuple[dict[str, torch.Tensor], WeightsBackward]:
+    """The tensors that are given, and the call without its data; `numbers` are its fields in
+    order."""
+    tensors = {name: x for name, x in named.items() if x is not None}
+    q = tensors["q"]
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    operands = {name: Operand.of(x) for name, x in tensors.items()}
+    return tensors, WeightsBackward(operands, *numbers, capability=capability)
+
+
+def gradients_in(
+    subject: WeightsBackward, results: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv, which may be views of one packed buffer."""
+    if len(results) == 3:
         dq, dk, dv = results
         return dq, dk, dv
     B, L, _, H, D, E = subject.sizes
-    K = H // group
+    K = H // subject.group
     dq, dk, dv = results[0].split((H * D, K * D, K * E), dim=-1)
     return dq.view(B, L, H, D), dk.view(B, L, K, D), dv.view(B, L, K, E)

@@ -7,7 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-WITHOUT_PRODUCTS = ("prepare_kernel", "rotate_kernel", "combine_kernel")
+WITHOUT_PRODUCTS = (
+    "prepare_kernel",
+    "rotate_kernel",
+    "combine_kernel",
+    "gather_kernel",
+    "pitch_kernel",
+)
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 
 

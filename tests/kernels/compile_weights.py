@@ -2,7 +2,8 @@
 sm CASE...` prints a line of JSON per launch.
 
 A CASE is `backward-D128-bf16-L1024` or `forward-D64-fp32-L1024` with any of: rope, pointers, stored
-(dS kept), again (dS made again), turned, causal, padded, bias, tf32, tilesBMxBNxWARPSxSTAGES.
+(dS kept), again (dS made again), gathered (what the sm_90
+kernels leave to plain ones), turned, causal, padded, bias, tf32, tilesBMxBNxWARPSxSTAGES.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from compile_plans import DTYPES, doubles_in, source_of
 from sass import resources, unset_registers
 from triton.backends.compiler import GPUTarget
 
-from inductor_gqa.kernels import weights_backward
+from inductor_gqa.kernels import gluon_weights, weights_backward
 from inductor_gqa.kernels.configs import Tiles
 from inductor_gqa.kernels.plan import Attention, Operand
 
@@ -45,6 +46,10 @@ def backward_plan(D, dtype, L, rules, capability):
     limits = {"stored": 2**40, "again": 0}
     limit = next((limits[rule] for rule in rules if rule in limits), config.ds_bytes)
     config = dataclasses.replace(config, ds_bytes=limit, is_turned="turned" in rules)
+    if "gathered" in rules:
+        plan = gluon_weights.plan_weights_backward_sm90(subject, is_packed=True)
+        plain = tuple(x for x in plan.launches if not x.descriptors)
+        return subject.tensors, dataclasses.replace(plan, launches=plain)
     use_descriptors = False if "pointers" in rules else None
     plan = weights_backward.plan_weights_backward(
         subject, is_packed=True, use_descriptors=use_descriptors, config=config

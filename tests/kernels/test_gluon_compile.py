@@ -1,5 +1,6 @@
 """Warp-specialised kernels compile for sm_90 without spills and within shared memory."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -9,7 +10,9 @@ from kernels.gluon_reports import compiled, faults, records_of
 from inductor_gqa.kernels.gluon_backward import plan_backward_sm90
 from inductor_gqa.kernels.gluon_forward import Switches, plan_forward_sm90
 from inductor_gqa.kernels.gluon_tiles import WHY_NOT
+from inductor_gqa.kernels.gluon_weights import plan_weights_backward_sm90
 from inductor_gqa.kernels.plan import Attention, Operand
+from inductor_gqa.kernels.weights_backward import WeightsBackward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CASES = (
@@ -22,6 +25,9 @@ CASES = (
     "D256-bf16-causal",
     "D64-bf16-causal-backward",
     "D128-bf16-window-backward",
+    "D64-bf16-given",
+    "D128-bf16-given-rope",
+    "D128-bf16-given-rope-short",
 )
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
@@ -51,7 +57,28 @@ def attention(case):
     return Attention(tensors, **numbers), switches
 
 
+def given(case):
+    """A backward from given weights; a short one shares the sums of a group."""
+    width, _, *names = case.split("-")
+    D, L, H = int(width[1:]), 1000 if "short" in names else 2048, 32
+    weights = Operand.contiguous((1, H, L, -(-L // 16) * 16), torch.bfloat16)
+    tensors = {"weights": dataclasses.replace(weights, shape=(1, H, L, L))}
+    tensors |= dict.fromkeys(
+        ("grad_out", "q", "k", "v"), Operand.contiguous((1, L, H, D), torch.bfloat16)
+    )
+    if "rope" in names:
+        table = Operand.contiguous((1, L, D), torch.float32)
+        tensors |= dict.fromkeys(("cos_q", "sin_q", "cos_k", "sin_k"), table)
+    return WeightsBackward(tensors, D**-0.5, 4, capability=(9, 0))
+
+
 def records(case):
+    """The Gluon launches of a case."""
+    if "given" in case:
+        subject = given(case)
+        plan = plan_weights_backward_sm90(subject)
+        assert ("short" in case) == ("dk_part" in plan.allocate)
+        return records_of(case, plan, subject.tensors)
     subject, switches = attention(case)
     if "grad_out" in subject.tensors:
         plan = plan_backward_sm90(subject)
