@@ -7,7 +7,8 @@ from faults import FAILURES, Fault
 
 DECODE, FAR = "tests/kernels/test_decode.py", "tests/kernels/test_far_offsets.py"
 GARBAGE, CALLS = "tests/kernels/test_hidden_garbage.py", "tests/patterns/test_sdpa.py"
-DECISIONS, WILD = "tests/test_decide_calls.py", "tests/patterns/test_wild.py"
+DECISIONS = "tests/test_decide_calls.py"
+SCALED_ROPE = "tests/patterns/test_scaled_rope.py"
 DECODE_KERNEL = "inductor_gqa/kernels/decode_kernel.py"
 DECIDE, SDPA = "inductor_gqa/decide.py", "patterns/sdpa.py"
 
@@ -108,14 +109,14 @@ FAULTS_OF_KERNELS = (
         "patterns/outside.py",
         "    return len(wide) > 1 and any(same(n, length) for n in wide)\n",
         "    return False\n",
-        WILD + " -k xpos",
+        SCALED_ROPE,
     ),
     Fault(
         "of two tables on a lane (xPos) the first is taken",
         "patterns/rotation.py",
-        "if len(data) != 1 or len(tables) > 1:",
-        "if len(data) != 1:",
-        WILD + " -k xpos",
+        "for t, d, at in others) if others else ()",
+        "for t, d, at in others) if False else ()",
+        SCALED_ROPE + " -k 'scale_inside or of_the_rotated'",
     ),
     Fault(
         "a site that was left is reported as fused",
