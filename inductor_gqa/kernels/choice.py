@@ -34,15 +34,23 @@ def is_gluon(attention: Attention) -> bool:
 
 
 def is_gluon_backward(attention: Attention, needs: tuple[bool, bool, bool]) -> bool:
-    """Whether the sm_90 backward takes this attention; rotations then have launches of their
-    own."""
+    """Whether the sm_90 backward takes this attention; rotations before it, and those after it that
+    it cannot apply itself, then have launches of their own."""
     if not all(needs) or not is_gluon(attention):
         return False
-    tensors = {name: x for name, x in attention.tensors.items() if name[:4] not in ("cos_", "sin_")}
+    return gluon_backward.usable_backward(_turned(attention, with_tables=False)) is None
+
+
+def _turned(attention: Attention, with_tables: bool) -> Attention:
+    """The attention of the rotated q and k, with or without the tables."""
+    tensors = {
+        name: x
+        for name, x in attention.tensors.items()
+        if with_tables or name[:4] not in ("cos_", "sin_")
+    }
     scratch, _, names = plan_rotation(attention)
     tensors |= {name: scratch[slot] for name, slot in names.items() if slot in scratch}
-    bare = dataclasses.replace(attention, tensors=tensors)
-    return gluon_backward.usable_backward(bare) is None
+    return dataclasses.replace(attention, tensors=tensors)
 
 
 def is_gluon_weights(subject: WeightsBackward, needs: tuple[bool, bool, bool]) -> bool:
@@ -92,10 +100,12 @@ def attention_backward(
         return plain(grad_out, q, k, v, out, lse, needs=needs, **arguments)
     turned = _rotated(given, attention)
     left = {name: x for name, x in numbers.items() if name in ("scale", "band_lo", "band_hi")}
+    turns_back = gluon_backward.usable_backward(_turned(attention, with_tables=True)) is None
+    tables = {name: x for name, x in given.items() if name[:4] in ("cos_", "sin_")}
     dq, dk, dv = gluon_backward.attention_backward_sm90(
-        grad_out, turned["q"], turned["k"], v, out, lse, **left
+        grad_out, turned["q"], turned["k"], v, out, lse, tables if turns_back else None, **left
     )
-    if "cos_q" not in given and "cos_k" not in given:
+    if turns_back or not tables:
         return dq, dk, dv
     back = {"q": dq, "k": dk, "v": dv} | _adjoint_tables(given, attention.rope_interleaved)
     shape = {name: numbers[name] for name in ("scale", "rope_start", "rope_interleaved")}
