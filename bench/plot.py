@@ -1,79 +1,203 @@
-"""Bars of step time and peak memory from the committed training results.
+"""The README's figures, from the committed results.
 
-python bench/plot.py                    writes train_step.svg
-python bench/plot.py --out FILE.png     the format follows the name
+python bench/plot.py            writes docs/figures/*.svg
+python bench/plot.py --check    exits with 1 where one differs from the results
+
+`python bench/readme.py` does this and the README's tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from inductor_gqa.cli.terminal import CommandError, complain
-from readme import results
+from svg import Panel, bars, figure, lines
 
-# Colours that stay apart for most colour-blind readers (Okabe and Ito).
-VARIANTS = {"plain": "#999999", "fused": "#0072b2", "sdpa": "#e69f00"}
-NAMES = {"plain": "torch.compile", "fused": "with enable()", "sdpa": "switched to SDPA"}
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "docs" / "figures"
+VARIANTS = {"plain": "torch.compile", "fused": "with enable()", "sdpa": "switched to SDPA"}
+PROGRAMS = {
+    "003": "backward written by hand, bf16",
+    "075": "forward that returns its weights, TF32",
+    "075-highest": "the same, fp32",
+}
+KERNELS = {"triton": "ours, Triton", "gluon": "ours, Gluon", "cudnn": "cuDNN"}
 
 
-def bars(found: list[dict[str, Any]]) -> tuple[list[str], dict[str, list[tuple[float, float]]]]:
-    """Labels, and for each variant (milliseconds, GiB) by label; 0 where it was not run or ran out
-    of memory."""
+def found(benchmark: str) -> list[dict[str, Any]]:
+    """The committed records of a benchmark, by name of the file."""
+    paths = sorted(RESULTS.glob("*.json"))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [r for r in records if isinstance(r, dict) and r.get("benchmark") == benchmark]
+
+
+def steps() -> list[dict[str, Any]]:
+    """Training steps by model, batch and length. Raises CommandError where one has no green
+    check."""
+
+    def order(record: dict[str, Any]) -> tuple[str, int, int]:
+        settings = record["settings"]
+        return settings["model"], settings["batch"], settings["length"]
+
+    records = sorted(found("train_step"), key=order)
+    for record in records:
+        if not record["check"]["ok"]:
+            raise CommandError(f"{record['settings']['model']}: the result has no green check", 1)
+    return records
+
+
+def training(records: Sequence[dict[str, Any]]) -> str:
+    """Bars of step time and peak memory."""
     labels: list[str] = []
-    heights: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
-    for result in found:
-        if not result["check"]["ok"]:
-            raise CommandError(f"{result['settings']['model']}: the result has no green check", 1)
-        settings = result["settings"]
-        size = f"{settings['batch']} x {settings['length']}"
-        labels.append(f"{settings['model']}\n{settings['layers']} layers, {size}")
-        for name, pairs in heights.items():
-            data = result["variants"].get(name, {})
+    values: dict[str, dict[str, list[float | None]]] = {
+        unit: {name: [] for name in VARIANTS} for unit in ("ms", "GiB")
+    }
+    for record in records:
+        settings = record["settings"]
+        labels.append(
+            f"{settings['model']}, {settings['layers']} layers\n"
+            f"{settings['batch']} x {settings['length']}"
+        )
+        for name in VARIANTS:
+            data = record["variants"].get(name, {})
             is_run = data.get("status") == "ok"
-            pairs.append((data["step_ms"], data["peak_bytes"] / 2**30) if is_run else (0.0, 0.0))
-    return labels, heights
+            values["ms"][name].append(data["step_ms"] if is_run else None)
+            values["GiB"][name].append(data["peak_bytes"] / 2**30 if is_run else None)
+    rows = [
+        [bars("Time of a training step", "ms", labels, values["ms"])],
+        [bars("Peak memory", "GiB", labels, values["GiB"])],
+    ]
+    return figure("Time and memory of training steps", rows, list(VARIANTS.values()))
 
 
-def draw(out: Path) -> None:
-    """Writes the figure. Raises CommandError without matplotlib."""
-    try:
-        import matplotlib as mpl  # pyright: ignore[reportMissingImports]
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        message = "this needs matplotlib: pip install -e '.[bench]'"
-        raise CommandError(message, exit_code=3) from error
-    mpl.rcParams["svg.hashsalt"] = "inductor_gqa"  # the same results make the same file
-    labels, heights = bars(results())
-    figure = Figure(figsize=(4 + 2.5 * len(labels), 6), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True)
-    for panel, index, what in zip(panels, (0, 1), ("step, ms", "peak memory, GiB"), strict=True):
-        for place, (name, pairs) in enumerate(heights.items()):
-            at = [group + 0.27 * (place - 1) for group in range(len(labels))]
-            drawn = panel.bar(at, [pair[index] for pair in pairs], 0.25, color=VARIANTS[name])
-            texts = [f"{pair[index]:.0f}" if pair[index] else "no result" for pair in pairs]
-            panel.bar_label(drawn, texts, fontsize=7)
-            drawn.set_label(NAMES[name])
-        panel.set_ylabel(what)
-        panel.set_xticks(range(len(labels)), labels)
-    panels[0].legend()
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+def programs(records: Sequence[dict[str, Any]]) -> str:
+    """Time of every case of the two whole programs, as a multiple of its floor: the time that
+    reading and writing its tensors and its products take at the least."""
+    rows: list[list[Panel]] = []
+    for record in records:
+        for name, title in PROGRAMS.items():
+            cases = [case for case in record["cases"] if case["program"] == name]
+            cases.sort(key=lambda case: (case["B"] * case["L"], case["L"]))
+            for case in cases:
+                if not all(variant["ok"] for variant in case["variants"].values()):
+                    raise CommandError(f"{name}: a case has no green check", 1)
+            series: dict[str, list[float | None]] = {
+                variant: [case["variants"][variant]["us"] / case["floor_us"] for case in cases]
+                for variant in ("plain", "fused")
+            }
+            labels = [f"{case['B']} x\n{case['L']}" for case in cases]
+            unit = "time / floor by batch x length"
+            rows.append([bars(title, unit, labels, series, floor=1.0)])
+    names = [VARIANTS["plain"], VARIANTS["fused"]]
+    return figure("Time of whole programs as a multiple of the floor", rows, names, "the floor")
+
+
+def memory(records: Sequence[dict[str, Any]], trained: Sequence[dict[str, Any]]) -> str:
+    """Peak memory against length: training steps of one model and batch at several lengths, and the
+    two programs for one sequence."""
+    panels: list[Panel] = []
+    series: dict[str, list[tuple[float, float]]] = {}
+    kinds: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for step in trained:
+        settings = step["settings"]
+        key = (settings["model"], settings["layers"], settings["batch"])
+        kinds.setdefault(key, []).append(step)
+    for (model, layers, batch), same in kinds.items():
+        if len({step["settings"]["length"] for step in same}) < 2:
+            continue
+        series = {
+            name: [
+                (step["settings"]["length"], step["variants"][name]["peak_bytes"] / 2**30)
+                for step in same
+                if step["variants"].get(name, {}).get("status") == "ok"
+            ]
+            for name in VARIANTS
+        }
+        title = f"{model}, {layers} layers, batch {batch}"
+        panels.append(lines(title, "GiB", series, "length"))
+    for record in records:
+        for name in ("003", "075"):
+            cases = [c for c in record["cases"] if c["program"] == name and c["B"] == 1]
+            series = {
+                variant: [(c["L"], c["variants"][variant]["peak_bytes"] / 2**20) for c in cases]
+                for variant in ("plain", "fused")
+            }
+            title = f"{PROGRAMS[name]}, batch 1"
+            panels.append(lines(title, "MiB", series, "length"))
+    rows = [panels[k : k + 2] for k in range(0, len(panels), 2)]
+    names = [VARIANTS[name] for name in series]
+    return figure("Peak memory against length", rows, names)
+
+
+def speed(records: Sequence[dict[str, Any]]) -> str:
+    """TFLOP/s of the attention kernels alone against length."""
+    rows: list[list[Panel]] = []
+    for record in records:
+        for direction in ("forward", "backward"):
+            own = [r for r in record["rows"] if (r["direction"], r["status"]) == (direction, "ok")]
+            row: list[Panel] = []
+            for dim in sorted({r["D"] for r in own}):
+                series = {
+                    name: [(r["S"], r["tflops"]) for r in own if is_used(r, name) and r["D"] == dim]
+                    for name in KERNELS
+                }
+                title = f"{direction}, head dim {dim}, causal"
+                row.append(lines(title, "TFLOP/s", series, "length"))
+            rows.append(row)
+    return figure("TFLOP/s of attention against length", rows, list(KERNELS.values()))
+
+
+def is_used(row: dict[str, Any], name: str) -> bool:
+    """Whether a measured variant is the kernel of that name as the package launches it: the Gluon
+    forward is persistent, and takes turns at a head dim of 64 (kernels/gluon_forward.py)."""
+    if name == "gluon" and row["direction"] == "forward":
+        return row["variant"] == ("gluon+both" if row["D"] == 64 else "gluon+persistent")
+    return row["variant"] == name
+
+
+def figures() -> dict[str, str]:
+    """Every figure by the name of its file."""
+    seeds, trained = found("seeds"), steps()
+    return {
+        "training.svg": training(trained),
+        "programs.svg": programs(seeds),
+        "memory.svg": memory(seeds, trained),
+        "speed.svg": speed(found("attention_core")),
+    }
+
+
+def write(check: bool) -> list[str]:
+    """Writes the figures; returns the names of those that were not what they have to be."""
+    differing: list[str] = []
+    for name, text in figures().items():
+        path = FIGURES / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            differing.append(name)
+            if not check:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+    return differing
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("train_step.svg"), metavar="FILE")
+    parser.add_argument("--check", action="store_true", help="change nothing, compare")
     args = parser.parse_args(argv)
     try:
-        draw(args.out)
+        differing = write(args.check)
     except CommandError as error:
         complain(str(error))
         return error.exit_code
-    return 0
+    for name in differing:
+        print(f"docs/figures/{name}: {'differs' if args.check else 'written'}")
+    return int(args.check and bool(differing))
 
 
 if __name__ == "__main__":

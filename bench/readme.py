@@ -1,29 +1,22 @@
-"""Writes the README's speed table from the committed results.
+"""Writes what the README shows: the speed table and the figures from the committed results, the
+list of what is recognised from running it (recognised.py), half a minute on a CPU.
 
-python bench/readme.py            rewrites the region in README.md
-python bench/readme.py --check    exits with 1 where it differs from the results
+python bench/readme.py            rewrites the regions in README.md, and docs/figures/
+python bench/readme.py --check    exits with 1 where one differs, and names it
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-REGION = re.compile(r"(<!-- generated:speed -->\n).*?(<!-- end -->)", re.DOTALL)
+import plot
+import recognised
+from inductor_gqa.cli.terminal import CommandError, complain, progress
 
-
-def results() -> list[dict[str, Any]]:
-    """The committed training steps, by model, batch and length."""
-    found = [json.loads(path.read_text()) for path in (ROOT / "bench/results").glob("*.json")]
-    records = [result for result in found if isinstance(result, dict)]
-    steps = [result for result in records if result.get("benchmark") == "train_step"]
-    key = lambda r: (r["settings"]["model"], r["settings"]["batch"], r["settings"]["length"])  # noqa: E731
-    return sorted(steps, key=key)
+README = plot.ROOT / "README.md"
 
 
 def cell(variant: dict[str, Any] | None) -> str:
@@ -35,35 +28,67 @@ def cell(variant: dict[str, Any] | None) -> str:
 
 
 def table() -> str:
+    """The training steps. Raises CommandError where one has no green check."""
     lines = [
         "| model | batch x length | `torch.compile` | with `enable()` | switched to SDPA |",
         "|---|---|---|---|---|",
     ]
     devices: set[str] = set()
-    for result in results():
+    for result in plot.steps():
         settings, environment = result["settings"], result["environment"]
-        if not result["check"]["ok"]:
-            raise SystemExit(f"{settings['model']}: the result has no green check")
         name = f"{settings['model']}, {settings['layers']} layers, {settings['dtype']}"
-        cells = [cell(result["variants"].get(v)) for v in ("plain", "fused", "sdpa")]
+        cells = [cell(result["variants"].get(v)) for v in plot.VARIANTS]
         size = f"{settings['batch']} x {settings['length']}"
         lines.append(f"| {name} | {size} | {' | '.join(cells)} |")
         device = f"{environment['gpu']}, torch {environment['torch']}"
         devices.add(f"{device}, Triton {environment['triton']}, {result['date']}")
-    return "\n".join([*lines, "", f"Measured on {'; '.join(sorted(devices))}.", ""])
+    return "\n".join([*lines, "", f"Measured on {'; '.join(sorted(devices))}."])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+REGIONS = {"recognised": recognised.listed, "speed": table}
+
+
+def region(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- generated:{name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+
+
+def shown(name: str) -> str:
+    """What the README shows in a region."""
+    found = region(name).search(README.read_text(encoding="utf-8"))
+    if found is None:
+        raise CommandError(f"README.md has no region {name}", 1)
+    return found[0][len(found[1]) : -len(found[2])]
+
+
+def write(check: bool) -> list[str]:
+    """Writes regions and figures; returns the names of those that were not what they have to be."""
+    differing: list[str] = []
+    for name, make in REGIONS.items():
+        with progress(name):
+            text = make()
+        if text != shown(name):
+            differing.append(f"README.md, {name}")
+            if not check:
+                old = README.read_text(encoding="utf-8")
+                new = region(name).sub(lambda match, text=text: match[1] + text + match[2], old)
+                README.write_text(new, encoding="utf-8")
+    return [*differing, *(f"docs/figures/{name}" for name in plot.write(check))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="change nothing, compare")
-    check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    old = readme.read_text()
-    new = REGION.sub(lambda match: match[1] + table() + match[2], old)
-    if check:
-        return int(new != old)
-    readme.write_text(new)
-    return 0
+    args = parser.parse_args(argv)
+    try:
+        differing = write(args.check)
+    except CommandError as error:
+        complain(str(error))
+        return error.exit_code
+    for name in differing:
+        print(f"{name}: {'differs' if args.check else 'written'}")
+    return int(args.check and bool(differing))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
 
     It cannot tell a row of finfo.min alone from others (its log-sum-exp swallows the logarithm), so
     no row may be without a visible key unless hidden scores are -inf, and no bias may bring such
-    values in.
+    values in. It adds its mask, so that what a hidden key holds must be finite: an unwritten slot
+    of a cache may hold NaN.
     """
     L, S = q.shape[1], k.shape[1]
     low, high = a["band_lo"], a["band_hi"]
@@ -46,6 +47,7 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
         and a["bias"] is None
         and (not hides or drops or (sees and a["fill"] <= reference.ABSORBING))
         and L * S > SMALL
+        and (not hides or bool(torch.isfinite(k).all()))
     )
 
 

@@ -60,6 +60,7 @@ class Emitter:
     def __init__(self, point: Node, origin: Node) -> None:
         self.graph = point.graph
         self.point = point
+        self.sizes: dict[Size, Any] = {}  # nodes before the point that hold a symbolic size
         self.meta = {key: origin.meta[key] for key in INHERITED if key in origin.meta}
         self.fake_mode = getattr(origin.meta["val"], "fake_mode", None)
 
@@ -82,6 +83,11 @@ class Emitter:
         """A size as an argument: a number, or the node that holds it."""
         if isinstance(size, int):
             return size
+        if size not in self.sizes:
+            self.sizes[size] = self._node_of_size(size)
+        return self.sizes[size]
+
+    def _node_of_size(self, size: Size) -> Node:
         for node in self.graph.nodes:
             if node is self.point:
                 break
@@ -113,7 +119,7 @@ class Emitter:
                 for dim, n in enumerate(value.shape):
                     if same(size_of(n), symbol):
                         return self.call(aten.sym_size.int, node, dim)
-        raise Unread(f"no tensor has the size {symbol}")
+        raise Unread(f"no tensor has the size {symbol}, accepted a size that an input has")
 
     def arrange(self, view: View, groups: Sequence[Sequence[Digit]], expand: bool = False) -> Node:
         """The view as a tensor with one dim for each group of axes; a dim that the view lacks has
@@ -123,7 +129,10 @@ class Emitter:
         flat, node = self._cut(node, flat, [a for group in wanted for a in group])
         order = [a for group in wanted for a in group if a in flat]
         if len(order) != len(flat):
-            raise Unread(f"{view.node} varies along an axis that its role does not have")
+            raise Unread(
+                f"{view.node} varies along an axis that its role does not have, "
+                "accepted none or its own"
+            )
         permutation = [flat.index(a) for a in order]
         if permutation != list(range(len(flat))):
             node = self.call(aten.permute.default, node, permutation)
@@ -148,7 +157,7 @@ class Emitter:
         dim = 0
         for place, n in zip(view.position, shape_of(node), strict=True):
             if any(isinstance(d, Fixed) for d in place.digits):
-                raise Unread(f"{node} is read at known lanes only")
+                raise Unread(f"{node} is read at known lanes only, accepted all of them")
             if not place.digits:
                 node = self.call(aten.select.int, node, dim, self.size(place.offset))
                 continue
@@ -173,7 +182,10 @@ class Emitter:
             # sorted, so not `ordered.sort`.)
             ordered = sorted(parts, key=lambda a: -sum(_is_below(b, a) for b in parts))
             if not same(product(a.size for a in ordered), digit.size):
-                raise Unread(f"{node} varies along an axis that its role does not have")
+                raise Unread(
+                    f"{node} varies along an axis that its role does not have, "
+                    "accepted none or its own"
+                )
             out += ordered
         return out, self.viewed(node, [a.size for a in out])
 

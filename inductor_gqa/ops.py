@@ -1,5 +1,6 @@
 """The ops that a fused site becomes: `inductor_gqa::attention`, `attention_weights`,
-`attention_backward`, `weights_backward`.
+`attention_backward`, `weights_backward`, and the gradients of the layers around it:
+`linear_backward`.
 
 Functional, without aliasing, with fake implementations, so that the partitioner, activation
 checkpointing, dynamic shapes and CUDA graphs see ordinary nodes. Inputs are what the projections
@@ -50,10 +51,12 @@ _library.define(
     "bool needs_q, bool needs_k, bool needs_v) "
     "-> (Tensor, Tensor, Tensor)"
 )
+_library.define("linear_backward(Tensor[] grads, Tensor[] weights, Tensor x) -> Tensor[]")
 weights_backward = torch.ops.inductor_gqa.weights_backward.default
 attention = torch.ops.inductor_gqa.attention.default
 attention_weights = torch.ops.inductor_gqa.attention_weights.default
 attention_backward = torch.ops.inductor_gqa.attention_backward.default
+linear_backward = torch.ops.inductor_gqa.linear_backward.default
 
 
 def arguments(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -180,11 +183,24 @@ def _cuda_weights_backward(
     )
 
 
+def _cpu_linear_backward(grads: list[Tensor], weights: list[Tensor], x: Tensor) -> list[Tensor]:
+    from . import reference
+
+    return reference.linear_backward(grads, weights, x)
+
+
+def _cuda_linear_backward(grads: list[Tensor], weights: list[Tensor], x: Tensor) -> list[Tensor]:
+    from .kernels.linear_backward import linear_backward as launch
+
+    return launch(grads, weights, x)
+
+
 for _name, _on_cpu, _on_gpu, _plain in (
     ("attention", _cpu, _cuda, _reference),
     ("attention_backward", _cpu_backward, _cuda_backward, _reference_backward),
     ("attention_weights", _cpu_weights, _cuda_weights, _cpu_weights),
     ("weights_backward", _cpu_weights_backward, _cuda_weights_backward, _cpu_weights_backward),
+    ("linear_backward", _cpu_linear_backward, _cuda_linear_backward, _cpu_linear_backward),
 ):
     _library.impl(_name, _on_cpu, "CPU")
     _library.impl(_name, or_reference(_on_gpu, _plain, _name), "CUDA")
@@ -230,6 +246,17 @@ def _fake_weights_backward(
         q.new_empty(shape if needed else 0) for shape, needed in zip(shapes, needs, strict=True)
     ]
     return made[0], made[1], made[2]
+
+
+@torch.library.register_fake("inductor_gqa::linear_backward", lib=_library)
+def _fake_linear_backward(grads: list[Tensor], weights: list[Tensor], x: Tensor) -> list[Tensor]:
+    return [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)]
+
+
+@register_flop_formula(torch.ops.inductor_gqa.linear_backward)
+def _flops_linear_backward(g_shapes: Any, w_shapes: Any, x_shape: Any, *a: Any, **kw: Any) -> int:
+    """Two matmuls a layer."""
+    return 4 * x_shape[0] * sum(n * c for n, c in w_shapes)
 
 
 @register_flop_formula(torch.ops.inductor_gqa.weights_backward)

@@ -20,7 +20,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from . import asserts, decide, reading, report, rewrite, rewrite_given, verify
+from . import asserts, decide, layers, reading, report, rewrite, rewrite_given, verify, words
 from .costs import costs
 from .errors import NotFused
 from .patterns import dropout
@@ -35,7 +35,7 @@ from .patterns.sdpa import Call, calls, discard, read_call, read_call_gradients,
 from .patterns.summary import describe, describe_given
 from .patterns.values import ValueNumbers
 from .site import Site, Target
-from .subgraph import Change, Watch, abandon
+from .subgraph import Change, Watch, abandon, around
 
 log = logging.getLogger("inductor_gqa")
 
@@ -127,6 +127,8 @@ def _returned_weights(found: Forward, values: ValueNumbers) -> tuple[Target, ...
     site = found.site
     done = [target.node for target in rewrite.targets(site)]
     for _, user in moved_users(site.anchor, ()):
+        if user.op == "output":
+            continue  # returned as they are: no gradient, though it stands beside gradients
         if values.comes_from_gradient(user) and rewrite.survivor(user, *done):
             raise Unread("the attention weights are returned with a gradient, accepted without one")
     ends = arrangements(site.anchor, found.canonical, values)
@@ -210,6 +212,7 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
         if not record.fused:
             left.append(record)
     if dead:
+        _guarded(lambda: layers.join(graph), "joining the layers around an attention")
         asserts.erase_proven(graph)
         stable_topological_sort(graph)
         graph.eliminate_dead_code()  # lints first
@@ -285,7 +288,9 @@ def _given(total: torch.fx.Node, values: ValueNumbers) -> Given:
     given = read_given(total, values)
     kept = rewrite_given.leftover(given)
     if kept is not None:
-        raise Unread(f"the gradient of the weights is used by {kept}")
+        raise Unread(
+            f"the gradient of the weights is used by {kept}, accepted one that nothing else needs"
+        )
     return given
 
 
@@ -335,19 +340,19 @@ def _details(site: Site | Given | None) -> dict[str, Any]:
     """What a report says of a site beyond its record, taken before the graph is changed."""
     if site is None:
         return {}
-    try:
-        found = costs(site)
-        return {**(vars(found) if found else {}), "reading": reading.lines(site)}
-    except Exception:  # a report must never break a user's compile
-        log.warning("a site's details cannot be told", exc_info=True)
-        return {}
+    found = _guarded(lambda: costs(site), "counting a site's costs")
+    read = _guarded(lambda: reading.lines(site), "telling how a site was read")
+    said = _guarded(lambda: words.lines(site), "telling in words how a site was read")
+    return {**(vars(found) if found else {}), "reading": read or (), "words": said or ()}
 
 
 def _detailed(
     record: report.Record, anchor: Anchor, details: dict[str, Any], change: Change
 ) -> report.Record:
-    source = report.source_of(_node(anchor))
-    return report.detailed(record, source=source, gone=change.gone, come=change.come, **details)
+    node = _node(anchor)
+    stays = () if record.fused else around(node)
+    changed = {"gone": change.gone, "come": change.come, "stays": stays}
+    return report.detailed(record, source=report.source_of(node), **changed, **details)
 
 
 def _feeds_matmul(softmax: Softmax, values: ValueNumbers) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .patterns.axes import Digit, Place, Position, product
+from .patterns.axes import Chosen, Digit, Place, Position, product
 from .patterns.given import Given
 from .site import Rotation, Site, Table, Target, View
 from .subgraph import kind
@@ -57,11 +57,15 @@ SPREADS = {
     "crossed": "each lane's column stands at its neighbour",
     "halves": "one column for the same lane of both halves",
     "pairs": "one column for the two lanes of a pair",
+    "apart": "a column for each lane, those of a pair half the table apart",
+    "apart crossed": "a column for each lane, half the table apart, crossed",
+    "all": "one number for all lanes",
 }
 
 
 def _table(table: Table) -> str:
-    return f"{tensor(table.view)} ({SPREADS[table.spread]})"
+    times = "".join(f" times {_table(other)}" for other in table.times)
+    return f"{tensor(table.view)} ({SPREADS[table.spread]}){times}"
 
 
 def tensor(view: View) -> str:
@@ -115,6 +119,8 @@ def _place(place: Place) -> str:
 
 
 def _digit(digit: Any) -> str:
+    if isinstance(digit, Chosen):
+        return f"part {digit.index} of {digit.size}"
     if not isinstance(digit, Digit):
         return f"lanes {digit.values[0]}..{digit.values[-1]}"
     return digit.axis if digit.stride == 1 else f"{digit.axis}//{digit.stride}"

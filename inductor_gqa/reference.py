@@ -234,3 +234,12 @@ def weights_backward(
             made = unrotate(made, cos[:, :, None], sin[:, :, None], start, interleaved)
         out.append(made.to(x.dtype).contiguous())
     return out[0], out[1], out[2]
+
+
+def linear_backward(grads: list[Tensor], weights: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Gradients of Y_i = X W_i^T: dX [T, C], the sum over the layers, then every dW_i [N_i, C]; G_i
+    [T, N_i], W_i [N_i, C] and X [T, C]. The sum is rounded after each of its terms."""
+    dx = grads[0] @ weights[0]
+    for g, w in zip(grads[1:], weights[1:], strict=True):
+        dx = torch.addmm(dx, g, w)
+    return [dx, *(g.mT @ x for g in grads)]

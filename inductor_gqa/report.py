@@ -26,7 +26,8 @@ class Details:
     """What explain() adds to a record.
 
     source: the user's line. score_matrices, score_bytes, flops, visible: as in costs.Costs.
-    reading: (what, how it was read). gone, come: operations that the rewrite takes out and puts in.
+    reading: (what, how it was read), exactly; words: the same in sentences. gone, come: operations
+    that the rewrite takes out and puts in; stays: those around an attention that is left.
     """
 
     source: str = ""
@@ -35,8 +36,10 @@ class Details:
     flops: int = 0
     visible: float = 1.0
     reading: tuple[tuple[str, str], ...] = ()
+    words: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
     come: tuple[str, ...] = ()
+    stays: tuple[str, ...] = ()
 
     def costs(self, fused: bool) -> str:
         """E.g. "4 score matrices of 32.0 MiB in all leave the graph, 1.1 GFLOP, 50% visible"."""
@@ -83,13 +86,14 @@ class Record:
         what = "; ".join([what, *self.notes[:NOTES]])
         costs = self.details.costs(self.fused)
         first = f"{self.place} {state} ({self.direction}): {self.details.source}".rstrip(": ")
-        return (first, f"    {what}", *([f"    {costs}"] if costs else []))
+        # A reason may quote an error, which may have lines of its own.
+        return (first, f"    {' '.join(what.split())}", *([f"    {costs}"] if costs else []))
 
     def as_data(self) -> dict[str, Any]:
         """The record for JSON, without the lists of operations."""
         data = asdict(self)
         details = data.pop("details")
-        for name in ("gone", "come"):
+        for name in ("gone", "come", "stays"):
             details.pop(name)
         details["reading"] = dict(self.details.reading)
         return {**data, **details}

@@ -156,7 +156,7 @@ def tensors(site: Site) -> set[Node]:
     views += [view for view, _ in (*site.mask.keys, *site.mask.tensors, *site.keep)]
     for turn in (site.rotate_q, site.rotate_k):
         if turn is not None:
-            views += [turn.cos.view, turn.sin.view]
+            views += [*turn.cos.views, *turn.sin.views]
     if site.sink is not None:
         views.append(site.sink)
     if site.gradients is not None:
@@ -274,13 +274,13 @@ def results(
             tuple(d for d in place.digits if isinstance(d, Digit)) for place in target.position
         ]
         node = emit.cast(emit.arrange(source, wanted), target.node.meta["val"].dtype)
-        if _shows_layout(target.node):
+        if shows_layout(target.node):
             node = emit.laid_out_as(node, target.node)
         out.append((target.node, node))
     return out
 
 
-def _shows_layout(node: Node) -> bool:
+def shows_layout(node: Node) -> bool:
     """Whether the order of its dims in memory can be seen: by who gets it, or in the numbers that a
     random op draws for a tensor of its layout, which pointwise ops hand on."""
     if any(user.op == "output" or user.target is aten.as_strided.default for user in node.users):

@@ -24,6 +24,13 @@ class View:
     node: Node
     position: tuple[Any, ...]
 
+    def __post_init__(self) -> None:
+        # Views are keys of every comparison of lanes.
+        object.__setattr__(self, "_hash", hash((self.node, self.position)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
     @property
     def dtype(self) -> torch.dtype:
         return self.node.meta["val"].dtype
@@ -35,11 +42,17 @@ class Table:
 
     spread: each lane has its own column ("once") or its partner's ("swapped" halves, "crossed"
     neighbours), or a column serves the same lane of both halves ("halves") or the two lanes of a
-    pair ("pairs"), or the two lanes of a pair have columns half the table "apart".
+    pair ("pairs"), or the two lanes of a pair have columns half the table "apart"; "all" lanes may
+    share what varies by position only. times: tables that it is multiplied by, as by xPos's decay.
     """
 
     view: View
     spread: str
+    times: tuple[Table, ...] = ()
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        return (self.view, *(table.view for table in self.times))
 
 
 @dataclass(frozen=True)

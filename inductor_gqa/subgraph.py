@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .patterns.operands import MATMULS
+
 Node = torch.fx.Node
 
 
@@ -47,6 +49,25 @@ def needed(graph: torch.fx.Graph) -> set[Node]:
                 found.add(source)
                 todo.append(source)
     return found
+
+
+LARGEST = 80  # of the operations around a softmax: what lies further out belongs to the model
+
+
+def around(node: Node) -> tuple[str, ...]:
+    """The operations between the matmuls before and after a node, these included, as lines in the
+    order of the graph."""
+    found = {node}
+    for neighbours in (lambda n: n.all_input_nodes, lambda n: list(n.users)):
+        todo = [node]
+        for step in todo:
+            if step is not node and (step.op != "call_function" or step.target in MATMULS):
+                continue
+            for other in neighbours(step):
+                if other not in found and other.op == "call_function" and len(found) < LARGEST:
+                    found.add(other)
+                    todo.append(other)
+    return tuple(line(n) for n in node.graph.nodes if n in found)
 
 
 def line(node: Node) -> str:

@@ -20,8 +20,9 @@ def forward(
     """cos and sin of `turn` as a rotation."""
     if turn is None:
         return None, None
-    cos = _written(turn.cos, turn.cos.spread, turn.width, batch, row, emit)
-    sin = _written(turn.sin, turn.sin.spread, turn.width, batch, row, emit)
+    straight = {spread: spread for spread in SPREADS}
+    cos = _product(turn.cos, straight, turn.width, batch, row, emit)
+    sin = _product(turn.sin, straight, turn.width, batch, row, emit)
     return cos, _signed(sin, turn.sign, emit)
 
 
@@ -35,10 +36,10 @@ def adjoint(
     if turn is None:
         return None, None
     swap = "crossed" if turn.interleaved else "swapped"
-    partners = {"once": swap, swap: "once", "halves": "halves", "pairs": "pairs"}
+    partners = {"once": swap, swap: "once", "halves": "halves", "pairs": "pairs", "all": "all"}
     partners |= {"apart": "apart crossed", "apart crossed": "apart"}
-    cos = _written(turn.cos, turn.cos.spread, turn.width, batch, row, emit)
-    sin = _written(turn.sin, partners[turn.sin.spread], turn.width, batch, row, emit)
+    cos = _product(turn.cos, {spread: spread for spread in SPREADS}, turn.width, batch, row, emit)
+    sin = _product(turn.sin, partners, turn.width, batch, row, emit)
     return cos, _signed(sin, -turn.sign, emit)
 
 
@@ -46,7 +47,26 @@ def _signed(node: Node, sign: float, emit: Emitter) -> Node:
     return node if sign > 0 else emit.call(aten.neg.default, node)
 
 
+SPREADS = ("once", "swapped", "crossed", "halves", "pairs", "apart", "apart crossed", "all")
+
+
+def _product(
+    table: Table, spreads: dict[str, str], width: int, batch: Axes, row: Axes, emit: Emitter
+) -> Node:
+    """The table times what scales it, in fp32 at least: eager rounds after each product, in the
+    type of the data."""
+    node = _written(table, spreads[table.spread], width, batch, row, emit)
+    for other in table.times:
+        wide = torch.promote_types(node.meta["val"].dtype, torch.float32)
+        wide = torch.promote_types(other.view.dtype, wide)
+        beside = _product(other, spreads, width, batch, row, emit)
+        node = emit.call(aten.mul.Tensor, emit.cast(node, wide), emit.cast(beside, wide))
+    return node
+
+
 def _written(table: Table, spread: str, width: int, batch: Axes, row: Axes, emit: Emitter) -> Node:
+    if spread == "all":
+        return emit.arrange(table.view, (batch, row, ()))
     columns = width // 2 if table.spread in ("halves", "pairs") else width
     node = emit.arrange(table.view, (batch, row, (Digit("w", 1, columns),)))
     half = width // 2

@@ -80,7 +80,9 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     v_view, value_dim, out_names = _values_operand(product_, used.node, used.position, values)
     read = scores.read(softmax.scores, at_softmax, values)
     if (read.sink is None) != (weights is softmax.weights):
-        raise Unread("a column of the softmax is dropped that is no sink")
+        raise Unread(
+            "a column of the softmax is dropped that is no sink, accepted a logit per head"
+        )
     operands.unrounded(softmax.scores, read.matmul)
     for operand in operands.operands(product_):
         if operands.reaches(operand, used.node):
@@ -160,7 +162,7 @@ def sink_view(sink: View, heads_only: tuple[Digit, ...]) -> View:
     axes = [d for place in found.position for d in place.digits if isinstance(d, Digit)]
     inside = covered(found.position, list(heads_only))
     if not same(product(d.size for d in axes), product(d.size for d in inside)):
-        raise Unread("the sink varies by more than the head")
+        raise Unread("the sink varies by more than the head, accepted one logit a head")
     return found
 
 
@@ -199,14 +201,18 @@ def _values_operand(
     left, right, _ = operands.matmul_axes(matmul)
     a, b = operands.operands(matmul)
     if matmul.target is aten.baddbmm.default and scalar_value(matmul.args[0]) != 0.0:
-        raise Unread("something is added to the product of weights and values")
+        raise Unread(
+            "something is added to the product of weights and values, accepted the product alone"
+        )
     for p, at_p, v, at_v, free in ((a, left, b, right, "r"), (b, right, a, left, "l")):
         if operands.back_to(p, at_p, weights, values) is not None:
             names = operands.renaming(p, at_p, weights, canonical, values)
             dim = shape_of(v)[-1 if free == "r" else -2]
             operands.free_axis(free, dim, "e", names)
             return operands.view(v, names.apply(at_v)), dim, names
-    raise Unread("the weights are no operand of their product with the values")
+    raise Unread(
+        "the weights are no operand of their product with the values, accepted the first operand"
+    )
 
 
 def score_names(read: scores.Scores, canonical: Position) -> Renaming:
@@ -290,10 +296,11 @@ def read_lanes(
     head_dim: int,
     values: ValueNumbers,
     stops: Iterable[Node] = (),
+    row_tables: bool = False,
 ) -> rotation.Lanes:
     """The operand's lanes over the lanes of one tensor."""
     position = operands.fixed_lanes(operand.position, "d", lane_place(0, head_dim, head_dim))
-    reader = Elements(values, stops, row_axis=row, width=head_dim)
+    reader = Elements(values, stops, row_axis=row, width=head_dim, row_tables=row_tables)
     return rotation.lanes(reader, operand.node, position, head_dim)
 
 
@@ -309,11 +316,27 @@ class Turn:
 
 
 def read_rotation(operand: Operand, row: str, head_dim: int, values: ValueNumbers) -> Turn:
-    found = read_lanes(operand, row, head_dim, values)
+    """The rotation of an operand. One that is scaled by position is looked for last: what stands
+    before a rotation, such as a gate, may scale by position too, and is no part of it."""
+    try:
+        return _turn(operand, row, head_dim, values, row_tables=False)
+    except Unread as why:
+        if not looks_turned(operand, row, values):
+            raise
+        try:
+            return _turn(operand, row, head_dim, values, row_tables=True)
+        except Unread:
+            raise why from None
+
+
+def _turn(
+    operand: Operand, row: str, head_dim: int, values: ValueNumbers, row_tables: bool
+) -> Turn:
+    found = read_lanes(operand, row, head_dim, values, row_tables=row_tables)
     wanted = operand.node.meta["val"].dtype
     if found.source.dtype != wanted:  # rounded before it turns, as by a norm in fp32
         stops = _casts_of(found.source.node, wanted)
-        found = read_lanes(operand, row, head_dim, values, stops)
+        found = read_lanes(operand, row, head_dim, values, stops, row_tables)
     factor = rotation.common_factor(found)
     turn, order = rotation.rotation(rotation.divided(found, factor))
     operands.unrounded(operand.node, found.source.node)
@@ -339,7 +362,10 @@ def lane_view(found: rotation.Lanes, head_dim: int) -> View:
     if place.digits:  # heads and lanes in one dim
         digit = place.digits[-1]
         if digit.size != head_dim or found.lane_start:
-            raise Unread("the head dim is a part of a wider one within its dim")
+            raise Unread(
+                "the head dim is a part of a wider one within its dim, "
+                "accepted a dim or part of its own"
+            )
         new = Place((*place.digits[:-1], lane), place.offset)
     else:
         new = Place((lane,), found.lane_start)
@@ -373,9 +399,8 @@ def grouped(
     batch_like: set[Digit] = set()
     for turn in turns:
         if turn is not None:
-            batch_like |= covered(turn.cos.view.position, atoms) | covered(
-                turn.sin.view.position, atoms
-            )
+            for table in (*turn.cos.views, *turn.sin.views):
+                batch_like |= covered(table.position, atoms)
     for view, _ in mask.keys:
         batch_like |= covered(view.position, atoms)
     split = len(shared)
@@ -384,7 +409,7 @@ def grouped(
         split -= 1
     batch, heads = tuple(shared[:split]), tuple(shared[split:])
     if any(a in batch_like for a in (*heads, *group)):
-        raise Unread("key padding or a rotation table varies by head")
+        raise Unread("key padding or a rotation table varies by head, accepted one for all heads")
     return batch, heads, group
 
 

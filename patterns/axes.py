@@ -11,6 +11,7 @@ never by a guess at their values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -96,13 +97,19 @@ def size_of(value: Any) -> Size:
 
 
 def shape_of(node: torch.fx.Node) -> tuple[Size, ...]:
-    return tuple(size_of(n) for n in node.meta["val"].shape)
+    return tuple([n if type(n) is int else size_of(n) for n in node.meta["val"].shape])
 
 
 def same(a: Size, b: Size) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return a == b or sympy.expand(a - b) == 0
+    return a == b or _is_zero(a, b)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _is_zero(a: Size, b: Size) -> bool:
+    """Whether a - b vanishes; the same few sizes are compared over and over."""
+    return bool(sympy.expand(a - b) == 0)
 
 
 def product(sizes: Any) -> Size:
@@ -116,6 +123,11 @@ def quotient(a: Size, b: Size) -> Size | None:
     """a / b where it is whole for every value of the symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
+    return _symbolic_quotient(a, b)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _symbolic_quotient(a: Size, b: Size) -> Size | None:
     q = sympy.cancel(sympy.sympify(a) / b)
     if sympy.denom(q) != 1:
         return None
@@ -150,7 +162,7 @@ def cut(digit: Part, low: Size) -> tuple[Part, Part]:
     """Two digits for one: the high part and the low part of size `low`, which divides it."""
     high = quotient(digit.size, low)
     if high is None:
-        raise Unread(f"a view cuts an axis of {digit.size} at {low}")
+        raise Unread(f"a view cuts an axis of {digit.size} at {low}, accepted whole parts")
     if isinstance(digit, Fixed):
         return (
             Fixed(tuple(v // low for v in digit.values), high),
@@ -171,25 +183,30 @@ def regroup(digits: Sequence[Part], shape: Sequence[Size]) -> list[tuple[Part, .
         have: Size = 1
         while not same(have, n):
             if not flat:
-                raise Unread(f"a view to {list(shape)} needs more elements than there are")
+                raise Unread(
+                    f"a view to {list(shape)} needs more elements than there are, "
+                    "accepted whole parts"
+                )
             digit = flat.pop(0)
             need = quotient(n, have)
             if need is None:
-                raise Unread(f"a view to {list(shape)} ends inside an axis")
+                raise Unread(f"a view to {list(shape)} ends inside an axis, accepted whole parts")
             if quotient(need, digit.size) is not None:
                 dim.append(digit)
                 have = have * digit.size
             else:
                 low = quotient(digit.size, need)
                 if low is None:
-                    raise Unread(f"a view cuts an axis of {digit.size} at {need}")
+                    raise Unread(
+                        f"a view cuts an axis of {digit.size} at {need}, accepted whole parts"
+                    )
                 head, tail = cut(digit, low)
                 dim.append(head)
                 flat.insert(0, tail)
                 have = have * need
         out.append(joined(dim))
     if any(not same(d.size, 1) for d in flat):
-        raise Unread(f"a view to {list(shape)} leaves elements over")
+        raise Unread(f"a view to {list(shape)} leaves elements over, accepted whole parts")
     return out
 
 
@@ -212,7 +229,10 @@ def reshaped(position: Position, shape: Sequence[Size], target: Sequence[Size]) 
             elif j < len(target):
                 b, right, j = b * target[j], [*right, j], j + 1
             else:
-                raise Unread(f"a view from {list(shape)} to {list(target)} does not line up")
+                raise Unread(
+                    f"a view from {list(shape)} to {list(target)} does not line up, "
+                    "accepted whole parts"
+                )
         left = [k for k in left if k < len(shape)]
         right = [k for k in right if k < len(target)]
         real = [k for k in left if not same(shape[k], 1)]
@@ -228,7 +248,7 @@ def reshaped(position: Position, shape: Sequence[Size], target: Sequence[Size]) 
         for k in real:
             parts = parts_of(position[k], shape[k])
             if parts is None:
-                raise Unread("a view cuts up a sliced dim")
+                raise Unread("a view cuts up a sliced dim, accepted a sliced dim as it is")
             flat += parts
         out += [placed(part) for part in regroup(flat, [target[k] for k in right])]
     return tuple(out)
@@ -274,7 +294,9 @@ def _merged(dims: list[tuple[Place, Size]]) -> Place:
         if digits and not _is_whole(place, size):
             parts = parts_of(place, size)
             if parts is None:
-                raise Unread("a view joins a sliced dim with another")
+                raise Unread(
+                    "a view joins a sliced dim with another, accepted a sliced dim as it is"
+                )
             place = Place(parts)
         digits, offset = digits + place.digits, offset * size + place.offset
     return placed(joined(digits), offset)
@@ -367,12 +389,16 @@ class Renaming:
     def learn(self, seen: Position, canonical: Position) -> None:
         for a, b in zip(seen, canonical, strict=True):
             if not same(a.offset, b.offset) or not same(a.extent, b.extent):
-                raise Unread("two readings of one tensor do not cover the same positions")
+                raise Unread(
+                    "two readings of one tensor do not cover the same positions, accepted the same"
+                )
             for x, y in _aligned(a.digits, b.digits):
                 if isinstance(x, Digit) and isinstance(y, Digit):
                     self.rules.append((x, y))
                 elif x != y:
-                    raise Unread("two readings of one tensor differ in their fixed lanes")
+                    raise Unread(
+                        "two readings of one tensor differ in their fixed lanes, accepted the same"
+                    )
 
     def apply(self, position: Position) -> Position:
         return tuple(
@@ -409,7 +435,10 @@ class Renaming:
                         rest = Digit(rest.axis, rest.stride, 1)
                         break
             else:
-                raise Unread(f"axis {digit.axis} has no counterpart of stride {digit.stride}")
+                raise Unread(
+                    f"axis {digit.axis} has no counterpart of stride {digit.stride}, "
+                    "accepted one in the weights"
+                )
         return out
 
 
@@ -426,8 +455,8 @@ def _aligned(a: Sequence[Part], b: Sequence[Part]) -> list[tuple[Part, Part]]:
                 y, tail = cut(y, low)
                 right.insert(0, tail)
             else:
-                raise Unread(f"an axis of {x.size} meets one of {y.size}")
+                raise Unread(f"an axis of {x.size} meets one of {y.size}, accepted equal sizes")
         out.append((x, y))
     if left or right:
-        raise Unread("two readings of one tensor have different axes")
+        raise Unread("two readings of one tensor have different axes, accepted the same")
     return out

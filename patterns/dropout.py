@@ -57,7 +57,10 @@ class Dropped:
         that might hide the NaN of a row without a key, which a product with 0 would not."""
         for view, _ in self.keep:
             if _mask_depends(view.node, matmul):
-                raise Unread(f"the dropout mask {view.node} depends on the scores")
+                raise Unread(
+                    f"the dropout mask {view.node} depends on the scores, "
+                    "accepted random numbers alone"
+                )
         if self.chooses and (mask.bias or (mask.hides and mask.fill == -math.inf)):
             raise Unread(
                 "weights are replaced by 0 where a row may have no key, accepted a product"
@@ -79,7 +82,10 @@ def read(weights: Node, canonical: Position, values: ValueNumbers) -> Dropped:
         raise Unread(f"the weights are multiplied by {factor:g}, accepted a factor with dropout")
     for view, _ in keep:
         if _mask_depends(view.node, weights):
-            raise Unread(f"the dropout mask {view.node} depends on the weights")
+            raise Unread(
+                f"the dropout mask {view.node} depends on the weights, "
+                "accepted random numbers alone"
+            )
     named = tuple((View(v.node, names.apply(v.position)), positive) for v, positive in keep)
     drawn = tuple(n for v, _ in keep for n in _drawn_like(v.node, weights))
     result = View(node, names.apply(own))

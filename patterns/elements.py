@@ -33,10 +33,13 @@ from .complex_numbers import view_as_real
 from .moves import broadcast, fixed, numbers, step
 from .split import Split, same_owner
 from .terms import Atom, Terms
-from .values import ValueNumbers, is_float, scalar_value
+from .values import MATMULS, ValueNumbers, is_float, scalar_value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Node = torch.fx.Node
+
+# What a term of a sum ends at, where that sum is data: a result, or another such sum.
+ENDS = MATMULS | {aten.add.Tensor, aten.sub.Tensor}
 
 
 class Elements:
@@ -46,8 +49,9 @@ class Elements:
     coefficient table must have; None where it is not known yet. algebra: read products of two
     tensors as products (scores and gradients) instead of as data times table (rotations). width:
     of a head; where a wider dim of lanes is joined with another (q, k and v side by side in each
-    head), reading ends before it. softmax:
-    its weights sum to one over their last dim, and its exponentials are weights times total.
+    head), reading ends before it. row_tables: what has one number for all lanes of a position is a
+    table as well. softmax: its weights sum to one over their last dim, and its exponentials are
+    weights times total.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Elements:
         algebra: bool = False,
         softmax: Softmax | None = None,
         width: int | None = None,
+        row_tables: bool = False,
     ) -> None:
         self.values = values
         self.stops = set(stops)
@@ -66,6 +71,7 @@ class Elements:
         parts = [softmax.weights, softmax.exponentials, softmax.total] if softmax else [None] * 3
         self.softmax, self.exponentials, self.total = (p and values.first(p) for p in parts)
         self.width = width
+        self.row_tables = row_tables
         self.depth = 0
         self.known: dict[tuple[Node, Position, int], Terms] = {}
 
@@ -135,7 +141,10 @@ class Elements:
         no matmul is the table.
         """
         axes, all_axes = axes_in(position), axes_in(beside)
-        if not axes or not any(p.digits and p.is_fixed for p in position):
+        has_lanes = any(p.digits and p.is_fixed for p in position)
+        if not axes or not (
+            has_lanes or (self.row_tables and not self.values.comes_from_matmul(node))
+        ):
             return False
         if self.row_axis is not None and self.row_axis not in axes:
             return False
@@ -185,7 +194,25 @@ def _add(reader: Elements, node: Node, position: Position) -> Terms | None:
         return None
     a = reader.operand(node, node.args[0], position)
     b = reader.operand(node, node.args[1], position)
-    return None if a is None or b is None else terms.add(a, b, sign * alpha)
+    if a is None or b is None or (not reader.algebra and _are_results(a, b)):
+        return None
+    return terms.add(a, b, sign * alpha)
+
+
+def _are_results(a: Terms, b: Terms) -> bool:
+    """Whether a sum is of what different matmuls made, as a projection and LoRA's adapter, or has
+    a tensor that the graph was given, as a bias: the sum then is what is rotated, not a part of the
+    rotation, whose terms have tables."""
+    if not a or not b or any(atom.kind != "load" for t in (a, b) for key in t for atom in key):
+        return False
+    left, right = ({atom.node for key in read for atom in key} for read in (a, b))
+    if left == right:
+        return False
+    return any(_are(ends, ()) for ends in (left, right)) or _are(left | right, ENDS)
+
+
+def _are(nodes: set[Node | None], targets: Iterable[Any]) -> bool:
+    return all(n is not None and (n.op == "placeholder" or n.target in targets) for n in nodes)
 
 
 def _neg(reader: Elements, node: Node, position: Position) -> Terms | None:

@@ -340,8 +340,8 @@ def _turned(
         for s in rotation.strands(read, len(group)):
             if s.data not in sources:
                 sources[s.data] = _names(s.data, start, fixed, values)
-            for lane, column, into in zip(group, s.columns, s.lanes, strict=True):
-                forms[lane].append(rotation.Term(s.factor, s.table, column, into, s.table_dim))
+            for lane, term in zip(group, s.terms(), strict=True):
+                forms[lane].append(term)
     if len(sources) != 1:
         raise Unread("the lanes come from several tensors")
     ((names, summed),) = sources.values()
@@ -352,12 +352,14 @@ def _turned(
     names.rules.append((Digit("w", 1, turn.width), Digit("w", 1, turn.width)))
     names.rules.append((Digit("w", 1, turn.width // 2), Digit("w", 1, turn.width // 2)))
     names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
-    named = [
-        Table(View(t.view.node, names.apply(t.view.position)), t.spread)
-        for t in (turn.cos, turn.sin)
-    ]
-    renamed = Rotation(*named, turn.start, turn.width, turn.interleaved, turn.sign)
+    cos, sin = (_renamed(table, names) for table in (turn.cos, turn.sin))
+    renamed = Rotation(cos, sin, turn.start, turn.width, turn.interleaved, turn.sign)
     return _Result(node, names.apply(own), summed, renamed)
+
+
+def _renamed(table: Table, names: Renaming) -> Table:
+    view = View(table.view.node, names.apply(table.view.position))
+    return Table(view, table.spread, tuple(_renamed(t, names) for t in table.times))
 
 
 def _split(
@@ -373,7 +375,8 @@ def _split(
     for result in found.results.values():
         if result.turn is not None:
             for table in (result.turn.cos, result.turn.sin):
-                turned |= covered(table.view.position, fine)
+                for view in table.views:
+                    turned |= covered(view.position, fine)
     cut = len(rest)
     if rest and rest[-1] not in turned and (len(rest) > 1 or rest[0].axis != "0"):
         cut -= 1

@@ -57,6 +57,7 @@ FOLLOWED = {
     aten.view_as_complex.default,
     operator.getitem,
 }
+MULTIPLIES = {aten.mul.Tensor, prims.fma.default, aten.view_as_real.default}
 SHAPE_ONLY = {aten.new_empty_strided.default, aten.new_empty.default}
 
 
@@ -70,7 +71,10 @@ def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
     grads_out = [view for _, _, view, _ in dv_products] + ([dp[2]] if dp else [])
     first = grads_out[0]
     if any(not same_view(first, other, values) for other in grads_out):
-        raise Unread("the gradients of the weights and of the values start from different tensors")
+        raise Unread(
+            "the gradients of the weights and of the values start from different tensors, "
+            "accepted one gradient of the output"
+        )
     v_targets = [
         target
         for matmul, position, _, over in dv_products
@@ -115,7 +119,10 @@ def _value_gradients(
             names = operands.renaming(p, at_p, weights, canonical, values)
             summed = operands.back_to(p, at_p, weights, values)
             if summed is None or not _is_axis(summed[-2], "c"):
-                raise Unread("the weights are multiplied by something that is no value or gradient")
+                raise Unread(
+                    "the weights are multiplied by something that is no value or gradient, "
+                    "accepted the values or the gradient of the output"
+                )
             dim = shape_of(g)[-1 if free == "r" else -2]
             operands.free_axis(free, dim, "e", names)
             grad = operands.view(g, names.apply(at_g))
@@ -265,7 +272,10 @@ def _score_gradients(
                 out.append((matmul, names.apply(result), role, ratio, over))
                 break
         else:
-            raise Unread(f"the gradient of the scores is multiplied by {view.node}, not by q or k")
+            raise Unread(
+                f"the gradient of the scores is multiplied by {view.node}, not by q or k, "
+                "accepted q or k"
+            )
     return out
 
 
@@ -317,7 +327,10 @@ def _proven(
         if atom.kind == "load" and atom.node is first_weights
     }
     if len(places) != 1:
-        raise Unread(f"the operand {z} of a gradient matmul is not a gradient of this softmax")
+        raise Unread(
+            f"the operand {z} of a gradient matmul is not a gradient of this softmax, "
+            "accepted P (dP - rowsum(P dP))"
+        )
     names = Renaming()
     names.learn(places.pop(), softmax.position)
     seen = reader.at(z, names.apply(position))
@@ -325,7 +338,10 @@ def _proven(
     wanted = _derivative(forward, reader, dp, dp_position)
     ratio = terms.ratio(wanted, seen)
     if ratio is None:
-        raise Unread(f"{z} is not the derivative of the scores that were read forward")
+        raise Unread(
+            f"{z} is not the derivative of the scores that were read forward, "
+            "accepted their derivative"
+        )
     return names, ratio
 
 
@@ -413,7 +429,7 @@ def row_total(reader: Elements, weights: View, gradient: Terms) -> Terms:
     try:
         return terms.summed(product, ("j",), reader.sums_to_one)
     except ArithmeticError as why:  # one key: there is no axis to sum over
-        raise Unread("the softmax runs over a single key") from why
+        raise Unread("the softmax runs over a single key, accepted 2 or more") from why
 
 
 def _weight_gradient(site: Site, reader: Elements, dp: Node, position: Position) -> Terms:
@@ -434,7 +450,9 @@ def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Posit
     for view, keeps, _ in read.filled:
         flag = flagged(reader, view.node, view.position, "where" if keeps else "unless")
         if flag is None:
-            raise Unread(f"the scores are filled by {view.node}, which is no boolean")
+            raise Unread(
+                f"the scores are filled by {view.node}, which is no boolean, accepted a boolean"
+            )
         out = terms.multiply(out, flag)
     if read.capped is not None:
         bent = reader.at(read.capped.node, read.capped.position)
@@ -486,10 +504,12 @@ def _finished(
     result is."""
     open_: list[tuple[int, int, Node]] = [(values.order[start], 0, start)]
     waiting = {start}
+    is_turned = False  # what no table was multiplied with has no rotation undone
     while open_:
         _, _, node = heapq.heappop(open_)
         waiting.discard(node)
-        if not waiting and node is not start:
+        is_turned = is_turned or node.target in MULTIPLIES
+        if not waiting and node is not start and (lanes is None or is_turned):
             at = _as_result(site, node, start, position, lanes, summed, values, ratio)
             if at is not None:
                 return node, at
@@ -497,11 +517,16 @@ def _finished(
             if user.target in SHAPE_ONLY:
                 continue
             if user.target not in FOLLOWED:
-                raise Unread(f"the gradient {start} is used by {user} before it is complete")
+                raise Unread(
+                    f"the gradient {start} is used by {user} before it is complete, "
+                    "accepted no other use"
+                )
             if user not in waiting:
                 waiting.add(user)
                 heapq.heappush(open_, (values.order[user], len(open_), user))
-    raise Unread(f"the gradient {start} ends before it is complete")
+    raise Unread(
+        f"the gradient {start} ends before it is complete, accepted one that reaches q, k or v"
+    )
 
 
 def _as_result(
@@ -609,12 +634,13 @@ def _turned_result(
     outer = tuple(Digit(d.axis, count, d.size) for d in outer if isinstance(d, Digit))
     place = Place((*outer, Fixed(tuple(range(count)), count)))
     at = (*own[:dim], place, *own[dim + 1 :])
-    wanted = rotation.adjoint(lanes)
-    reader = Elements(values, [start])
+    wanted = lanes.adjoint
+    reader = Elements(values, [start], row_tables=lanes.scales_by_row)
     fixed = operands.fixed_lanes(position, "d", Place())
     names: Renaming | None = None
     known: dict[object, object] = {}
-    seen: list[dict[tuple[View | None, int, int], float]] = [{} for _ in range(count)]
+    bare: dict[View, View] = {}  # tables in the site's axes
+    seen: list[dict[Any, float]] = [{} for _ in range(count)]
     for group, read in by_lane(reader, node, at, count):
         for strand in rotation.strands(terms.gathered(read), len(group)):
             if strand.data not in known:
@@ -623,13 +649,14 @@ def _turned_result(
             if not isinstance(found, Renaming):
                 return None
             names = names or found
-            if strand.table is not None and strand.table not in known:
-                bare = names.apply(strand.table.position)
-                known[strand.table] = View(strand.table.node, bare)
-            table = None if strand.table is None else known[strand.table]
-            for lane, column, out in zip(group, strand.columns, strand.lanes, strict=True):
-                key = (table, column, out)
-                seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor  # type: ignore[index]
+            for table, _, _ in strand.tables:
+                if table not in bare:
+                    bare[table] = View(table.node, names.apply(table.position))
+            for lane, term in zip(group, strand.terms(), strict=True):
+                table = None if term.table is None else bare[term.table]
+                beside = tuple(e._replace(table=bare[e.table]) for e in term.beside)
+                key = rotation.key(table, term.column, beside, term.lane)
+                seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor
     if not all(_times(have, want, ratio) for have, want in zip(seen, wanted, strict=True)):
         return None
     if names is None:
@@ -639,6 +666,8 @@ def _turned_result(
 
 
 def _times(have: dict[Any, float], want: dict[Any, float], ratio: float) -> bool:
+    if ratio == 1.0 and have == want:
+        return True
     return have.keys() == want.keys() and all(
         terms.near(have[key], ratio * want[key]) for key in want
     )

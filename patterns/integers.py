@@ -79,7 +79,7 @@ class Integers:
 
     def __init__(self, values: ValueNumbers) -> None:
         self.values = values
-        self.known: dict[tuple[Node, Position], Linear] = {}
+        self.known: dict[tuple[Node, Position], Linear] = values.known_integers
 
     def at(self, node: Node, position: Position) -> Linear:
         key = (node, position)

@@ -43,7 +43,7 @@ def read(
     for view, keeps, fill in scores.filled:
         found = conjunction(reader, view.node, view.position, keeps)
         if found is NEVER:
-            raise Unread("the mask hides every score")
+            raise Unread("the mask hides every score, accepted a mask that leaves some")
         if found:
             clauses += found
             fills.append((fill, False))
@@ -58,7 +58,9 @@ def _as_tensors(scores: Scores, fills: list[tuple[float, bool]]) -> Mask:
     """Several masks with values of their own: the sum matters where all of them hide a key, so keep
     them as they are."""
     if scores.filled:
-        raise Unread(f"masks with different values {sorted({f for f, _ in fills})}")
+        raise Unread(
+            f"masks with different values {sorted({f for f, _ in fills})}, accepted one value"
+        )
     return Mask(bias=tuple(scores.added))
 
 
@@ -92,7 +94,9 @@ def _tighter(a: Size, b: Size, choose: Any) -> Size:
         return choose(a, b)
     if same(a, b):
         return a
-    raise Unread(f"two bounds {a} and {b} on one side of a band")
+    raise Unread(
+        f"two bounds {a} and {b} on one side of a band, accepted bounds that can be ordered"
+    )
 
 
 def _band(clause: Clause, lengths: tuple[Size, Size]) -> tuple[str, Size] | None:

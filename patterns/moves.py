@@ -132,7 +132,7 @@ def _step_out_of_list(node: Node, position: Position) -> tuple[Node, Position] |
 
 
 def shape_of_val(value: torch.Tensor) -> tuple[Size, ...]:
-    return tuple(size_of(n) for n in value.shape)
+    return tuple([n if type(n) is int else size_of(n) for n in value.shape])
 
 
 def numbers(place: Place) -> tuple[int, ...]:
@@ -155,7 +155,10 @@ def _moved(position: Position, dim: int, start: Size, stride: int, size: Size) -
     elif not place.digits:
         moved = Place((), place.offset * stride + start)
     else:
-        raise Unread(f"a slice in steps of {stride} along an axis that is not the head dim")
+        raise Unread(
+            f"a slice in steps of {stride} along an axis that is not the head dim, "
+            "accepted steps of 1"
+        )
     if not moved.digits and same(size, 1):
         moved = Place()
     return (*position[:dim], moved, *position[dim + 1 :])

@@ -162,7 +162,10 @@ def renaming(
     both."""
     seen = back_to(node, position, goal, values)
     if seen is None:
-        raise Unread(f"{node} is not a rearrangement of {goal}")
+        raise Unread(
+            f"{node} is not a rearrangement of {goal}, "
+            "accepted views, permutes and casts between them"
+        )
     names = Renaming()
     names.learn(seen, canonical)
     return names

@@ -12,6 +12,8 @@ Spellings seen in the wild, all of which read as the same pairs:
         cat((a * c - b * s, b * c + a * s), -1) with a, b = q[..., ::2], q[..., 1::2]
     partial:
         cat((rotated(q[..., :w]), q[..., w:]), -1)
+    scaled by position (xPos, temperatures), the scale before, between or after:
+        q * cos * scale + rotate_half(q) * sin * scale
 
 The halves of cos and sin are never assumed to be equal. Refused (the rotation then stays outside,
 the attention still fuses): pairs that are neither halves nor neighbours, tables that vary by head,
@@ -21,7 +23,11 @@ factors that differ by lane.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,15 +40,38 @@ from .terms import Atom, Terms, near
 Node = torch.fx.Node
 
 
-@dataclass(frozen=True)
-class Term:
-    """factor * table[column] * x[lane]; table None for a lane that passes."""
+class Entry(NamedTuple):
+    """table[column]; dim None for a table that has one number for all lanes of a position."""
+
+    table: View  # position without its column place, which is dim `dim`
+    column: int
+    dim: int | None
+
+
+class Term(NamedTuple):
+    """factor * table[column] * beside * x[lane]; table None for a lane that passes. There are
+    hundreds of them, so one is a single tuple."""
 
     factor: float
-    table: View | None  # position without its column place, which is dim `table_dim`
+    table: View | None
     column: int
+    dim: int | None  # of the columns in the table, as in `Entry`
     lane: int
-    table_dim: int = 0
+    beside: tuple[Entry, ...] = ()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        if self.table is None:
+            return ()
+        return (Entry(self.table, self.column, self.dim), *self.beside)
+
+
+def key(table: View | None, column: int, beside: tuple[Entry, ...], lane: int) -> Any:
+    """A coefficient without its factor, whatever the order of its tables, and the lane it makes."""
+    if not beside:
+        return table, column, lane
+    pairs = [(table, column), *((e.table, e.column) for e in beside)]
+    return frozenset(Counter(pairs).items()), lane
 
 
 @dataclass
@@ -54,41 +83,64 @@ class Lanes:
     lane_start: int
     forms: list[tuple[Term, ...]]
 
+    @cached_property
+    def scales_by_row(self) -> bool:
+        """Whether a table has one number for all lanes of a position."""
+        terms = (term for form in self.forms for term in form if term.table is not None)
+        return any(t.dim is None or any(e.dim is None for e in t.beside) for t in terms)
+
+    @cached_property
+    def adjoint(self) -> list[dict[Any, float]]:
+        """For each input lane, its gradient as {coefficient and output lane (`key`): factor}."""
+        out: list[dict[Any, float]] = [{} for _ in self.forms]
+        for k, form in enumerate(self.forms):
+            for term in form:
+                out[term.lane][key(term.table, term.column, term.beside, k)] = term.factor
+        return out
+
 
 @dataclass(frozen=True)
 class Strand:
-    """One term of a group of lanes: factor * table[columns] * data[lanes], entry by entry."""
+    """One term of a group of lanes: factor * tables[columns[n]] * data[lanes[n]] in the n-th."""
 
     factor: float
-    table: View | None
-    table_dim: int
-    columns: tuple[int, ...]
+    tables: tuple[tuple[View, int | None, tuple[int, ...]], ...]  # with dim and columns
     data: Atom  # its lanes set to 0
     data_dim: int
     lanes: tuple[int, ...]
 
+    def terms(self, first: int = 0) -> Iterator[Term]:
+        """The terms in the group's order, their lanes counted from `first`."""
+        if not self.tables:
+            for lane in self.lanes:
+                yield Term(self.factor, None, 0, None, lane - first)
+            return
+        (table, dim, columns), *others = self.tables
+        for n, lane in enumerate(self.lanes):
+            beside = tuple(Entry(t, at[n], d) for t, d, at in others) if others else ()
+            yield Term(self.factor, table, columns[n], dim, lane - first, beside)
+
 
 def strands(read: Terms, count: int) -> list[Strand]:
-    """The terms of a group of lanes; raises Unread where one is not (a table times) one input."""
+    """The terms of a group of lanes; raises Unread where one is not (tables times) one input."""
     out: list[Strand] = []
     for atoms, factor in read.items():
         data = [a for a in atoms if a.kind != "table"]
-        tables = [a for a in atoms if a.kind == "table"]
-        if len(data) != 1 or len(tables) > 1:
-            raise Unread(
-                f"a term of a lane has {len(data)} inputs and {len(tables)} tables, "
-                "accepted 1 and 1 or none"
-            )
+        if len(data) != 1:
+            raise Unread(f"a term of a lane has {len(data)} inputs, accepted 1")
         bare, dim, lanes_ = without_lanes(data[0], count)
-        if tables:
-            outer, table_dim, columns = split_lanes(tables[0].position, count)
-            assert tables[0].node is not None
-            out.append(
-                Strand(factor, View(tables[0].node, outer), table_dim, columns, bare, dim, lanes_)
-            )
-        else:
-            out.append(Strand(factor, None, 0, (0,) * count, bare, dim, lanes_))
+        tables = tuple(_columns(a, count) for a in atoms if a.kind == "table")
+        out.append(Strand(factor, tables, bare, dim, lanes_))
     return out
+
+
+def _columns(table: Atom, count: int) -> tuple[View, int | None, tuple[int, ...]]:
+    """What a table gives each of a group of lanes."""
+    assert table.node is not None
+    if all(not isinstance(d, Fixed) for place in table.position for d in place.digits):
+        return View(table.node, table.position), None, (0,) * count
+    outer, dim, columns = split_lanes(table.position, count)
+    return View(table.node, outer), dim, columns
 
 
 def without_lanes(atom: Atom, count: int) -> tuple[Atom, int, tuple[int, ...]]:
@@ -109,13 +161,12 @@ def without_lanes(atom: Atom, count: int) -> tuple[Atom, int, tuple[int, ...]]:
 def lanes(reader: Elements, node: Node, position: Position, count: int) -> Lanes:
     """The lanes of `node` (position has Fixed lanes) over the lanes of the one tensor that they are
     made of."""
-    forms: list[list[Term]] = [[] for _ in range(count)]
+    found: list[tuple[tuple[int, ...], Strand]] = []
     sources: dict[tuple[Atom, int], set[int]] = {}
     for group, read in by_lane(reader, node, position, count):
         for s in strands(read, len(group)):
             sources.setdefault((s.data, s.data_dim), set()).update(s.lanes)
-            for lane, column, at in zip(group, s.columns, s.lanes, strict=True):
-                forms[lane].append(Term(s.factor, s.table, column, at, s.table_dim))
+            found.append((group, s))
     if len(sources) != 1:
         raise Unread(f"the lanes come from {len(sources)} tensors, accepted one")
     (((source, dim), used),) = sources.items()
@@ -124,8 +175,11 @@ def lanes(reader: Elements, node: Node, position: Position, count: int) -> Lanes
         raise Unread(
             f"{len(used)} of the input's lanes from {start} are used, accepted a run of {count}"
         )
-    moved = [tuple(replace(t, lane=t.lane - start) for t in form) for form in forms]
-    return Lanes(View(source.node, source.position), dim, start, moved)
+    forms: list[list[Term]] = [[] for _ in range(count)]
+    for group, s in found:
+        for lane, term in zip(group, s.terms(start), strict=True):
+            forms[lane].append(term)
+    return Lanes(View(source.node, source.position), dim, start, [tuple(f) for f in forms])
 
 
 def split_lanes(position: Position, count: int) -> tuple[Position, int, tuple[int, ...]]:
@@ -157,7 +211,8 @@ def common_factor(found: Lanes) -> float:
     """The number that every lane is multiplied by, whatever its sign; 1 where they differ."""
     factors = [abs(term.factor) for form in found.forms for term in form]
     first = factors[0] if factors else 1.0
-    return first if first and all(near(f, first) for f in factors) else 1.0
+    is_common = all(near(f, first) for f in (min(factors), max(factors))) if factors else False
+    return first if first and is_common else 1.0
 
 
 def divided(found: Lanes, factor: float) -> Lanes:
@@ -165,7 +220,7 @@ def divided(found: Lanes, factor: float) -> Lanes:
     if factor == 1.0:
         return found
     ones = [
-        tuple(replace(t, factor=math.copysign(1.0, t.factor)) for t in form) for form in found.forms
+        tuple(t._replace(factor=math.copysign(1.0, t.factor)) for t in form) for form in found.forms
     ]
     return replace(found, forms=ones)
 
@@ -181,14 +236,15 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
             raise Unread(f"lane {k} has {_form(form)}, accepted two products with tables or itself")
     if not turned:
         raise Unread("0 lanes are turned, accepted 2 or more")
-    cut = _cut_of_one_table([term for k in turned for term in found.forms[k]])
+    parts = _sorted_out(found, turned)
+    cut = _cut_of_one_table([part for k in turned for part in parts[k]])
     tables: dict[tuple[View | None, bool], list[float]] = {}
     for k in turned:
-        for term in found.forms[k]:
-            if term.table is None or abs(term.factor) != 1.0:
+        for part in parts[k]:
+            if abs(part.factor) != 1.0:
                 seen = _form(found.forms[k])
                 raise Unread(f"turned lane {k} has {seen}, accepted factors 1 and -1")
-            tables.setdefault((term.table, term.column >= cut), []).append(term.factor)
+            tables.setdefault((part.table, part.column >= cut), []).append(part.factor)
     if len(tables) != 2:
         raise Unread(f"the rotation uses {len(tables)} tables, accepted 2")
     cosines = [t for t, factors in tables.items() if len(set(factors)) == 1 and factors[0] == 1.0]
@@ -201,11 +257,11 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
     own: dict[int, tuple[int, Term, Term]] = {}
     order: list[int] = []
     for k, form in enumerate(found.forms):
-        if k not in turned:
+        if k not in parts:
             order.append(form[0].lane)
             continue
-        straight = [t for t in form if (t.table, t.column >= cut) == cos]
-        crossed = [t for t in form if (t.table, t.column >= cut) == sin]
+        straight = [p for p in parts[k] if (p.table, p.column >= cut) == cos]
+        crossed = [p for p in parts[k] if (p.table, p.column >= cut) == sin]
         if len(straight) != 1 or len(crossed) != 1:
             raise Unread(
                 f"turned lane {k} has {len(straight)} terms of the one table and {len(crossed)} of "
@@ -215,21 +271,44 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
         own[straight[0].lane] = (crossed[0].lane, straight[0], crossed[0])
     if sorted(order) != list(range(count)):
         raise Unread(f"the lanes come from {len(set(order))} input lanes, accepted {count}")
-    assert cos[0] is not None
-    assert sin[0] is not None
-    return _paired(own, cos[0], sin[0]), tuple(order)
+    return _paired(own), tuple(order)
 
 
-def _cut_of_one_table(terms: list[Term]) -> float:
+def _sorted_out(found: Lanes, turned: list[int]) -> dict[int, tuple[Term, ...]]:
+    """The terms of the turned lanes, each with its cosine or sine as the table and beside it what
+    all of them share."""
+    forms = {k: found.forms[k] for k in turned}
+    terms = [term for form in forms.values() for term in form]
+    if all(t.table is not None and t.dim is not None and not t.beside for t in terms):
+        return forms
+    shared: set[View] = set.intersection(*({e.table for e in t.entries} for t in terms))
+    if any(all(e.table in shared for e in t.entries) for t in terms):
+        # One table of cosines and sines side by side: what is left is the same for all lanes.
+        shared = {e.table for t in terms for e in t.entries if e.dim is None}
+    return {k: tuple(_own_table(t, k, form, shared) for t in form) for k, form in forms.items()}
+
+
+def _own_table(term: Term, lane: int, form: tuple[Term, ...], shared: set[View]) -> Term:
+    own = [e for e in term.entries if e.table not in shared]
+    if len(own) != 1 or own[0].dim is None:
+        raise Unread(f"turned lane {lane} has {_form(form)}, accepted a cosine and a sine")
+    beside = sorted(
+        (e for e in term.entries if e.table in shared),
+        key=lambda e: (e.table.node.name, hash(e.table), e.column),
+    )
+    return Term(term.factor, *own[0], term.lane, tuple(beside))
+
+
+def _cut_of_one_table(parts: list[Term]) -> float:
     """Where a table that holds cosines and sines side by side (GPT-J) changes from one to the
     other."""
-    columns = {term.column for term in terms}
-    if len({term.table for term in terms}) != 1:
+    columns = {part.column for part in parts}
+    if len({part.table for part in parts}) != 1:
         return math.inf
     return (min(columns) + max(columns) + 1) / 2
 
 
-def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rotation:
+def _paired(own: dict[int, tuple[int, Term, Term]]) -> Rotation:
     start, width = min(own), len(own)
     if sorted(own) != list(range(start, start + width)):
         raise Unread(f"turned lanes are {_some(sorted(own))}, accepted one run")
@@ -247,8 +326,8 @@ def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rot
     if len(signs) != 1:
         raise Unread("the two lanes of a pair turn in one direction, accepted opposite ones")
     return Rotation(
-        _table(cos, [own[x][1] for x in lanes_]),
-        _table(sin, [own[x][2] for x in lanes_]),
+        _product([own[x][1] for x in lanes_]),
+        _product([own[x][2] for x in lanes_]),
         start,
         width,
         interleaved,
@@ -256,11 +335,25 @@ def _paired(own: dict[int, tuple[int, Term, Term]], cos: View, sin: View) -> Rot
     )
 
 
-def _table(view: View, terms: list[Term]) -> Table:
+def _product(parts: list[Term]) -> Table:
+    """The cosine or the sine of each lane, times what all terms share."""
+    if len({tuple(e.table for e in part.beside) for part in parts}) != 1:
+        raise Unread("the lanes are scaled by different tables, accepted one product for all")
+    table = _table([part.entries[0] for part in parts])
+    if not parts[0].beside:
+        return table
+    beside = zip(*(part.beside for part in parts), strict=True)
+    return replace(table, times=tuple(_table(list(entries)) for entries in beside))
+
+
+def _table(entries: list[Entry]) -> Table:
     """The run of columns that the lanes use, and how: each lane its own ("once"), that of its
     partner ("swapped" halves, "crossed" neighbours), one column for a half or a pair, or columns
     that lie half the table "apart" for the two lanes of a pair."""
-    columns = [term.column for term in terms]
+    view, _, dim = entries[0]
+    if dim is None:
+        return Table(view, "all")
+    columns = [entry.column for entry in entries]
     start, width = min(columns), len(columns)
     used = [column - start for column in columns]
     half = list(range(width // 2))
@@ -277,8 +370,7 @@ def _table(view: View, terms: list[Term]) -> Table:
     if spread is None:
         names = ", ".join(name for name, _ in known)
         raise Unread(f"table columns are used as {_some(used)}, accepted {names}")
-    dim, place = terms[0].table_dim, view.position[terms[0].table_dim]
-    if place.digits:
+    if view.position[dim].digits:
         raise Unread(
             f"the columns of a rotation table share dim {dim} with another axis, accepted their own"
         )
@@ -286,18 +378,9 @@ def _table(view: View, terms: list[Term]) -> Table:
     return Table(View(view.node, (*view.position[:dim], column, *view.position[dim + 1 :])), spread)
 
 
-def adjoint(found: Lanes) -> list[dict[tuple[View | None, int, int], float]]:
-    """For each input lane, its gradient as {(table, column, output lane): factor}."""
-    out: list[dict[tuple[View | None, int, int], float]] = [{} for _ in found.forms]
-    for k, form in enumerate(found.forms):
-        for term in form:
-            out[term.lane][(term.table, term.column, k)] = term.factor
-    return out
-
-
 def _form(form: tuple[Term, ...]) -> str:
     parts = [
-        f"{t.factor:g}{'' if t.table is None else f' * {t.table.node}'} * lane {t.lane}"
+        f"{t.factor:g}{''.join(f' * {e.table.node}' for e in t.entries)} * lane {t.lane}"
         for t in form[:3]
     ]
     return f"{len(form)} terms ({', '.join(parts)}{', ...' if len(form) > 3 else ''})"

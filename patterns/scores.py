@@ -224,7 +224,7 @@ def _baddbmm(node: Node, position: Position, stages: list[_Stage]) -> None:
     """beta * input + alpha * (a b)"""
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     if not isinstance(beta, int | float) or not isinstance(alpha, int | float):
-        raise Unread("baddbmm with alpha or beta that are not numbers")
+        raise Unread("baddbmm with alpha or beta that are not numbers, accepted numbers")
     given = node.args[0]
     assert isinstance(given, Node)
     if beta != 0 and scalar_value(given) != 0.0:
@@ -256,14 +256,17 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
             if (
                 capped or out.sink is not None
             ):  # read inwards: a sink that was met lies outside this shift
-                raise Unread("the scores are shifted inside the softcap or beside a sink")
+                raise Unread(
+                    "the scores are shifted inside the softcap or beside a sink, "
+                    "accepted shifts outside both"
+                )
         elif stage.kind == "sink":
             if out.sink is not None or outer != 1.0 or capped or out.added or out.filled:
                 raise Unread("a sink column that is scaled or masked, accepted one as it is")
             out.sink = stage.tensor
         elif stage.kind == "tanh":
             if capped:
-                raise Unread("two softcaps")
+                raise Unread("two softcaps, accepted one")
             capped = True
             out.softcap, out.capped = outer, stage.tensor
             if not outer > 0:
@@ -271,7 +274,7 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
         else:
             assert stage.tensor is not None
             if capped:
-                raise Unread("a mask inside the softcap")
+                raise Unread("a mask inside the softcap, accepted a mask after it")
             if outer != 1.0 or out.scale_tensor is not None:
                 raise Unread(
                     f"the scores are multiplied by {outer} after the mask, accepted before"
@@ -282,7 +285,10 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
                 if out.added and stage.factor != -math.inf:
                     # Where the bias is -inf for all keys that are seen, eager goes on with the
                     # filled ones.
-                    raise Unread("a bias is added after the scores were filled")
+                    raise Unread(
+                        "a bias is added after the scores were filled, "
+                        "accepted a bias before the mask"
+                    )
                 out.filled.append((stage.tensor, stage.keeps, stage.factor))
     if capped:
         out.scale *= out.softcap

@@ -313,7 +313,10 @@ def _belongs(given: dict[str, Any], call: Call, values: ValueNumbers) -> None:
         raise Unread(f"the backward's mask is {mask}, accepted the forward's {call.mask}")
     for name in ("dropout_p", "is_causal", "scale"):
         if given[name] != own[name]:
-            raise Unread(f"the backward's {name} is {given[name]}, the forward's {own[name]}")
+            raise Unread(
+                f"the backward's {name} is {given[name]}, the forward's {own[name]}, "
+                "accepted the same"
+            )
 
 
 def _seen(node: Any, values: ValueNumbers) -> Node:

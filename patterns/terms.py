@@ -27,7 +27,12 @@ class Atom:
 
     def __post_init__(self) -> None:
         name = self.node.name if self.node is not None else ""
-        object.__setattr__(self, "order", (self.kind, name, hash((self.position, self.inner))))
+        element = hash((self.position, self.inner))
+        object.__setattr__(self, "order", (self.kind, name, element))
+        object.__setattr__(self, "_hash", hash((self.kind, self.node, element)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
 
 
 Terms: TypeAlias = dict[tuple[Atom, ...], float]

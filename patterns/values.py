@@ -107,6 +107,7 @@ class ValueNumbers:
         self._matmul: dict[Node, bool] = {}
         self._gradient: dict[Node, bool] = {}
         self.order: dict[Node, int] = {}
+        self.known_integers: dict[Any, Any] = {}  # by integers.py: sites share their masks
         seen: dict[Any, Node] = {}
         for number, node in enumerate(graph.nodes):
             self.order[node] = number

@@ -14,43 +14,9 @@ sys.path.append(str(Path(__file__).parent))
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    # Read when kernels are decorated, so it must be set before any of them is imported.
-    os.environ["TRITON_INTERPRET"] = "1"
+    from kernels.interpreter import use_interpreter
 
-
-def _teach_interpreter_bf16() -> None:
-    """Triton's interpreter computes bf16 dots and casts on raw bit patterns, silently."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    plain_dot, plain_cast = builder.create_dot, builder.cast_impl
-
-    def widen(handle):
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return interpreter.TensorHandle(
-            (handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32
-        )
-
-    def dot(self, a, b, acc, input_precision, max_num_imprecise_acc):
-        return plain_dot(self, widen(a), widen(b), acc, input_precision, max_num_imprecise_acc)
-
-    def cast(self, handle, to):
-        if to.scalar == tl.bfloat16 and handle.dtype.scalar != tl.bfloat16:
-            wide = torch.from_numpy(np.array(handle.data, np.float32))
-            bits = wide.bfloat16().view(torch.int16).numpy().view(np.uint16)
-            return interpreter.TensorHandle(bits, tl.bfloat16)
-        if to.scalar != tl.bfloat16:
-            handle = widen(handle)
-        return handle if to.scalar == handle.dtype.scalar else plain_cast(self, handle, to)
-
-    builder.create_dot, builder.cast_impl = dot, cast
-
-
-if not HAS_GPU:
-    _teach_interpreter_bf16()
+    use_interpreter()
 
 slow_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=12, print_blob=True, **slow_is_fine)

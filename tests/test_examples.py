@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
-SITES = {"finetune": 2, "lora": 2, "nano": 2, "encoder": 1}
+SITES = {"finetune": 2, "lora": 2, "lora_peft": 2, "nano": 2, "encoder": 1, "spellings": 1}
+NEEDS = {"finetune": "transformers", "lora": "transformers", "lora_peft": "peft"}
 
 
 def run(name: str, *options: str) -> str:
@@ -28,12 +29,13 @@ def test_every_example_is_run_here():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["finetune", "lora", "nano"])
+@pytest.mark.parametrize("name", ["finetune", "lora", "lora_peft", "nano"])
 def test_training_example_fuses_every_site_and_the_loss_falls(name):
-    if name != "nano":
-        pytest.importorskip("transformers")
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
     printed = run(name)
     assert f"{SITES[name]} fused, 0 left" in printed
+    assert "rotate-half RoPE, causal" in printed  # of q and of k: nothing stays outside
     first, last = map(float, re.findall(r"loss (\S+) -> (\S+)", printed)[0])
     assert last < first
 
@@ -42,7 +44,8 @@ def test_training_example_fuses_every_site_and_the_loss_falls(name):
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 def test_the_trainer_fuses_as_the_loop_does(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    printed = run("finetune", "--trainer")
+    printed = run("finetune", "--trainer", "--steps", "8")
+    assert "2 fused, 0 left" in printed
     first, last = map(float, re.findall(r"loss (\S+) -> (\S+)", printed)[0])
     assert last < first
 
@@ -54,3 +57,24 @@ def test_encoder_returns_its_weights_no_further_off_than_twice_eager():
     assert "1 fused, 0 left" in printed
     ours, eager = map(float, re.findall(r"error (\S+), in eager (\S+)", printed)[0])
     assert 0 < ours <= 2 * eager
+
+
+@pytest.mark.slow
+def test_spellings_of_other_libraries_fuse_with_gradients_no_further_off_than_twice_eager():
+    printed = run("spellings")
+    assert printed.count(f"{SITES['spellings']} fused, 0 left") == 2
+    assert "rotate-half RoPE on 8 lanes, causal" in printed
+    assert "interleaved RoPE, causal" in printed
+    found = re.findall(r"error (\S+), in eager (\S+)", printed)
+    assert len(found) == 2
+    for ours, eager in found:
+        assert 0 < float(ours) <= 2 * float(eager)
+
+
+def test_what_examples_need_is_in_an_extra_and_not_in_the_tests():
+    """Who installs the tests gets neither; those examples are skipped there."""
+    text = (ROOT / "pyproject.toml").read_text()
+    extras = dict(re.findall(r"^(test|examples) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL))
+    names = {extra: set(re.findall(r'"([\w-]+)', listed)) for extra, listed in extras.items()}
+    assert names["examples"] == {"accelerate", "peft", "transformers"}
+    assert not names["test"] & {"accelerate", "peft"}

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,9 @@ from inductor_gqa.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_SHELL = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md") if "```sh" in page.read_text()]
+LANGUAGES = {"python", "sh", "mermaid"}
+TOOLS = {"pytest", "ruff", "pyright", "pre-commit"}  # what the extras install, run as they are
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LONGEST_README = 150
 
@@ -76,6 +77,39 @@ def test_commands_are_ones_that_the_command_line_takes(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_of_a_language_that_is_tested(page):
+    found = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(found[::2]) <= LANGUAGES
+    assert set(found[1::2]) <= {""}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every command of the shell blocks, split into words."""
+    lines = [line for _, code in blocks(page, "sh") for line in code.splitlines()]
+    words = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
+    return [command for command in words if command]
+
+
+@pytest.mark.parametrize("page", WITH_SHELL, ids=lambda page: page.name)
+def test_every_command_is_one_that_can_be_given(page, capsys):
+    """Extras exist, scripts are there and take the options. The first block of the README is run
+    as it stands by .ci/run."""
+    assert commands(page)
+    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    for command in commands(page):
+        if command[:2] == ["pip", "install"]:
+            named = re.findall(r"^\.\[([\w,]+)\]$", command[-1])
+            assert not named or set(named[0].split(",")) <= extras, command
+        elif command[:3] == ["python", "-m", "inductor_gqa"]:
+            build_parser().parse_args(command[3:])
+        elif (command[0] == "python" and command[1] != "-m") or command[0] == "bash":
+            assert (ROOT / command[1]).is_file(), command
+        else:
+            name = command[2] if command[:2] == ["python", "-m"] else command[0]
+            assert name in TOOLS, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_named_files_exist(page):
     text = page.read_text(encoding="utf-8")
     links = [x for x in re.findall(r"\]\(([^)#]+)\)", text) if not x.startswith("http")]
@@ -93,9 +127,3 @@ def test_every_page_of_the_docs_is_linked_from_the_readme():
 
 def test_readme_can_be_read_at_one_go():
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= LONGEST_README
-
-
-def test_speed_table_is_made_from_the_committed_results():
-    script = ROOT / "bench" / "readme.py"
-    made = subprocess.run([sys.executable, str(script), "--check"], check=False)
-    assert made.returncode == 0, "run `python bench/readme.py`"

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from spellings import Attention, inputs
+from spellings import Attention, inputs, interleaved, partial
 
 import inductor_gqa
 from inductor_gqa import report
@@ -22,6 +22,15 @@ def explained(module=None) -> Record:
 def causal(scores):
     L, S = scores.shape[-2:]
     return scores.masked_fill(torch.ones(L, S, dtype=torch.bool).triu(1), -torch.inf)
+
+
+def windowed(scores):
+    i, j = torch.arange(scores.shape[-2])[:, None], torch.arange(scores.shape[-1])
+    return scores.masked_fill((j > i) | (j < i - 3), -torch.inf)
+
+
+def finite(scores):
+    return scores.masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), -1e9)
 
 
 class Returning(torch.nn.Module):
@@ -120,6 +129,18 @@ def test_tells_the_share_inside_a_causal_band():
     assert "56% of the scores inside the band" in str(site.lines)
 
 
+def test_a_site_that_was_left_says_so_in_its_first_line_and_why_in_the_second():
+    left = explained(Attention(softmax=lambda s: torch.softmax(s, 1)))
+    fused = explained()
+    assert (left.fused, fused.fused) == (False, True)
+    assert " left (training): " in left.lines[0]
+    assert left.lines[1].strip() == "the softmax runs over dim 1 of 4, accepted the last"
+    assert " fused (training): " in fused.lines[0]
+    assert left.reason not in " ".join(fused.lines)
+    found = Report([left, fused])
+    assert (found.fused, found.left) == (1, 1)
+
+
 def test_reading_names_axes_lanes_and_results():
     reading = dict(explained().details.reading)
     assert f"K={K}" in reading["axes"]
@@ -135,9 +156,70 @@ def test_operations_before_have_the_softmax_and_after_have_ours():
     assert sum("inductor_gqa.attention_backward.default" in line for line in details.come) == 1
 
 
+def test_words_say_what_each_dim_counts_and_what_turns():
+    """In sentences what `reading` says in axes: q and k share q's heads in groups of two."""
+    said = explained(Attention(mask=lambda module, s: causal(s))).details.words
+    assert f"Batch {B}, {H} query heads of {D} lanes; 2 of them share one of {K}" in said[0]
+    assert said[1].startswith("q is ")
+    assert "[batch x query, query head x lane]" in said[1]
+    assert "[batch x key, key-value head x lane]" in said[2]
+    assert "[batch x key, key-value head x value lane]" in said[3]
+    text = " ".join(said)
+    assert "lanes 0 to 7 turn in pairs, t with t+4 (halves)" in text
+    assert "Query i sees keys up to its own position." in text
+    assert said[-1].endswith("and the gradients of q, k and v.")
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (Attention(H=2, K=2), "Batch 2, 2 heads of 8 lanes. 11 queries, 11 keys."),
+        (Attention(rotation=None), "Nothing is rotated inside."),
+        (Attention(rotate_k=False), "Of q, lanes 0 to 7 turn"),
+        (Attention(rotation=interleaved), "2t with 2t+1 (neighbours)"),
+        (Attention(rotation=partial), ", the other 4 pass;"),
+        (Attention(value_dim=4), "query heads of 8 lanes (4 in the values)"),
+        (Attention(scores=lambda s: torch.tanh(s / 20) * 20), "then softly capped at 20"),
+        (Attention(mask=lambda _, s: windowed(s)), "keys from i - 3 on"),
+        (Attention(mask=lambda _, s: finite(s)), "A hidden score becomes -1e+09"),
+        (Attention(), "Every query sees every key."),
+        (Attention(mask=lambda _, s: s + s.new_ones(L, L)[:, :1] * 2), "Added to the scores: "),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_words_tell_of_what_is_special(module, sentence):
+    site = explained(module)
+    assert site.fused, site.reason
+    assert sentence in " ".join(site.details.words)
+
+
+def test_words_tell_of_weights_that_are_returned():
+    q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
+    (site,) = inductor_gqa.explain(Returning(), q, k, v).sites
+    assert "The weights are needed as well and are written once" in " ".join(site.details.words)
+
+
+def test_words_tell_of_a_backward_from_given_weights():
+    def backward(dO, P, q, k, v):
+        dP = dO @ v.mT
+        dS = 0.3 * P * (dP - (P * dP).sum(-1, keepdim=True))
+        return dS @ k, dS.mT @ q, P.mT @ dO
+
+    P = torch.rand(1, 2, 7, 7)
+    dO, q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(4))
+    (site,) = inductor_gqa.explain(backward, dO, P, q, k, v).sites
+    assert site.fused, site.reason
+    text = " ".join(site.details.words)
+    assert "The weights are given: " in text
+    assert text.endswith("Replaced: the gradients of q, k and v.")
+
+
 def test_a_site_that_is_left_changes_no_operation():
     site = explained(Attention(softmax=lambda s: torch.softmax(s, 1)))
     assert not site.fused
+    ends = [line for line in site.details.stays if "aten.bmm.default" in line]
+    assert any("aten.exp.default" in line for line in site.details.stays)
+    assert len(ends) >= 2  # from the matmul before the softmax to the one behind it
     assert site.details.source
     assert (site.details.gone, site.details.come) == ((), ())
 
@@ -184,14 +266,17 @@ def test_page_is_whole_and_fetches_nothing(tmp_path):
 
 def test_page_escapes_what_a_user_wrote():
     evil = "<script>alert('x')</script>\"&"
-    details = Details(source=evil, reading=((evil, evil),), gone=(evil,), come=(evil,))
+    ops = (evil, f"a: {evil} = aten.bmm.default({evil})")
+    both = Details(source=evil, words=(evil,), reading=((evil, evil),), gone=ops, come=ops)
     records = [
-        Record(evil, True, evil, None, evil, False, details=details),
-        Record(evil, False, "", evil, evil, False),
+        Record(evil, True, evil, None, evil, False, details=both, notes=(evil,)),
+        Record(evil, False, "", evil, evil, False, details=Details(stays=ops)),
     ]
     page = parsed(Report(records)._repr_html_())
     assert "script" not in page.tags
-    assert "".join(page.text).count(evil) == 13
+    parts = 2 * 3 + 3  # a site's place, direction and words for it; a note, the source, a reason
+    parts += 1 + 1 + 2 + 3 * 3  # recognised, a sentence, a line of the table, three lists
+    assert "".join(page.text).count(evil) == parts
 
 
 def test_notebook_shows_a_report_without_sites():

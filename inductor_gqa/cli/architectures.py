@@ -17,7 +17,14 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "rotary_dim": 8,
     "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
     "max_position_embeddings": 256,
 }
 
@@ -48,12 +55,31 @@ def causal_lm(name: str, sizes: dict[str, Any]) -> Any:
     text = stock.get_text_config()
     if text is not stock:  # a model of several towers: its language model is what attends causally
         model_type, stock = text.model_type, text
-    fields = {key: value for key, value in sizes.items() if hasattr(stock, key)}
+    fields = {key: value for key, value in sizes.items() if _has(stock, key)}
+    if _has(stock, "kv_lora_rank") and "num_attention_heads" in fields:
+        # Keys and values come from one latent and are spread over all heads: there are no groups.
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
     for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(getattr(stock, token, None), int):
             fields[token] = 0  # the stock ids lie beyond a small vocabulary
-    config = transformers.AutoConfig.for_model(model_type, **fields)
     try:
+        config = transformers.AutoConfig.for_model(model_type, **fields)
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    except ValueError as error:
-        raise CommandError(f"{name} is no causal language model: {error}") from error
+    except Exception as error:  # what a configuration refuses, each says in a way of its own
+        said = (str(error).splitlines() or [""])[0][:200]
+        raise CommandError(
+            f"{name} cannot be built as a causal language model of small sizes "
+            f"({type(error).__name__}: {said}); explain a model of your own as file.py:name"
+        ) from error
+
+
+def _has(config: Any, field: str) -> bool:
+    """Whether a configuration has a field that can be set: some differ by layer and raise, some
+    follow from others."""
+    found = getattr(type(config), field, None)
+    if isinstance(found, property) and found.fset is None:
+        return False
+    try:
+        return hasattr(config, field)
+    except (RuntimeError, ValueError):
+        return False

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from inductor_gqa.cli.terminal import CommandError, print_json, table
@@ -35,8 +37,27 @@ def run(args: argparse.Namespace) -> int:
     name = args.name.removesuffix(".py").replace("-", "_")
     if name not in scripts:
         raise CommandError(f"no benchmark is named {args.name}, there are: {', '.join(scripts)}")
-    options = [*args.options, "--json"] if args.json else args.options
-    return subprocess.run([sys.executable, str(scripts[name]), *options], check=False).returncode
+    command = [sys.executable, str(scripts[name]), *args.options]
+    if args.json:
+        return _run_for_json(name, command)
+    return subprocess.run(command, check=False).returncode
+
+
+def _run_for_json(name: str, command: list[str]) -> int:
+    """Runs a script so that its record, and nothing else, comes out on stdout. One that writes the
+    record to a file only is given a file; what it prints goes to stderr."""
+    asked = subprocess.run([*command[:2], "--help"], capture_output=True, text=True, check=False)
+    if "--json" in asked.stdout:
+        return subprocess.run([*command, "--json"], check=False).returncode
+    if "--out FILE" not in asked.stdout:
+        raise CommandError(f"{name} makes no record, accepted with --json are benchmarks that do")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "record.json"
+        # Appended, so that it is the last --out that counts.
+        done = subprocess.run([*command, "--out", str(out)], stdout=sys.stderr, check=False)
+        if out.is_file():
+            print_json(json.loads(out.read_text(encoding="utf-8")))
+    return done.returncode
 
 
 def find_scripts(start: Path) -> dict[str, Path]:

@@ -7,6 +7,7 @@ is its help. Commands import torch inside `run`, so `--help` and a mistyped opti
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import textwrap
 import warnings
@@ -16,6 +17,8 @@ from inductor_gqa.cli import bench, demo, doctor, explain
 from inductor_gqa.cli.terminal import CommandError, complain
 
 COMMANDS = (("demo", demo), ("doctor", doctor), ("explain", explain), ("bench", bench))
+
+NO_NUMPY = "Failed to initialize NumPy"  # how the warning begins
 
 EPILOG = """\
 start here:
@@ -62,8 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     args = build_parser().parse_args(argv)
-    # torch runs without NumPy, and so do we: its absence is not worth a line in every command.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    # torch runs without NumPy, and so do we: its absence is not worth a line in every command, nor
+    # in each of the processes that compile, which read the variable.
+    warnings.filterwarnings("ignore", message=NO_NUMPY)
+    filters = os.environ.get("PYTHONWARNINGS", "")
+    if NO_NUMPY not in filters:
+        os.environ["PYTHONWARNINGS"] = f"{filters},ignore:{NO_NUMPY}".lstrip(",")
     # explain() compiles without caches on purpose.
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     try:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from inductor_gqa.kernels.rotate import store_gradient
-from inductor_gqa.kernels.rules import BAND, EMPTY_ROWS, FILL_ADDS, KEEP, SHIFTED
+from inductor_gqa.kernels.rules import BAND, BAND_HI, EMPTY_ROWS, FILL_ADDS, KEEP, SHIFTED
 from inductor_gqa.kernels.tiles import (
     add_product,
     filled_rows,
@@ -148,12 +148,17 @@ def keys_kernel(
     v_ptr += head_offset(b, k, k, stride_v_b, stride_v_k, 0)
     # Through pointers: a staying left operand that comes from a descriptor is hoisted into
     # registers and spills (H200).
-    k1 = load_tile(k_ptr, cols, stride_k_s, stride_k_d, S, 0, D1, D)
+    # Keys that no query sees read as zero: the rows past L that fill the last tile would see them,
+    # and what such a slot of a cache holds may be NaN.
+    n_keys = S
+    if BAND_HI & RULES and not (FILL_ADDS & RULES):
+        n_keys = tl.minimum(S, tl.maximum(L + band_hi, 0))
+    k1 = load_tile(k_ptr, cols, stride_k_s, stride_k_d, n_keys, 0, D1, D)
     v1 = load_tile(v_ptr, cols, stride_v_s, stride_v_e, S, 0, E1, E)
     k2 = k1
     v2 = v1
     if D2:
-        k2 = load_tile(k_ptr, cols, stride_k_s, stride_k_d, S, D1, D2, D)
+        k2 = load_tile(k_ptr, cols, stride_k_s, stride_k_d, n_keys, D1, D2, D)
     if E2:
         v2 = load_tile(v_ptr, cols, stride_v_s, stride_v_e, S, E1, E2, E)
     key_mask = (key_mask_ptr + b.to(tl.int64) * stride_key_mask_b, stride_key_mask_s)

@@ -22,8 +22,9 @@ from .weights_backward import WeightsBackward, subject_of
 
 # Whether the forward that splits the keys of few queries is used at all.
 HAS_DECODE = True
-# Queries and keys from which the sm_90 backward from given weights is taken.
-SHORTEST_GIVEN = gluon_forward.LARGEST
+# The sm_90 backward from given weights: fewest queries and keys, or fewest queries of all batches.
+SHORTEST_GIVEN = 256
+MOST_OF_FEW_GIVEN = 2048
 
 TENSORS = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep", "sink")
 
@@ -55,8 +56,9 @@ def _turned(attention: Attention, with_tables: bool) -> Attention:
 
 def is_gluon_weights(subject: WeightsBackward, needs: tuple[bool, bool, bool]) -> bool:
     """Whether the sm_90 kernels take this backward from given weights."""
-    _, L, S, *_ = subject.sizes
-    return min(L, S) >= SHORTEST_GIVEN and gluon_weights.unusable(subject, needs) is None
+    B, L, S, *_ = subject.sizes
+    is_long = min(L, S) >= SHORTEST_GIVEN or B * min(L, S) >= MOST_OF_FEW_GIVEN
+    return is_long and gluon_weights.unusable(subject, needs) is None
 
 
 def is_decode(attention: Attention, multiprocessors: int) -> bool:

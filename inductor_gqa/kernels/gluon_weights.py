@@ -84,14 +84,14 @@ def unusable(subject: WeightsBackward, needs: tuple[bool, bool, bool]) -> str | 
 
 def split_of(subject: WeightsBackward, multiprocessors: int) -> int:
     """Programs that share the sum over a group: what leaves the fewest idle in the last round. A
-    share costs a way to memory and back, so that it must be worth an eighth."""
+    share costs a way to memory and back, so that it must be worth more than a quarter."""
     B, _, S, H, *_ = subject.sizes
     tiles = -(-S // TILE_ROWS) * B * H // subject.group
     best, least = 1, -(-tiles // multiprocessors)
     for split in (2, 4):
         if subject.group % split == 0:
             time = -(-tiles * split // multiprocessors) / split
-            if time < 0.88 * least:
+            if time < 0.75 * least:
                 best, least = split, time
     return best
 

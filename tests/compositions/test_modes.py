@@ -74,3 +74,37 @@ def test_training_steps_replay_on_the_gpu():
                 run(value).square().mean().backward()
                 found.append({n: p.grad.clone() for n, p in owner.named_parameters()})
             assert not wrong(*found)
+
+
+def from_positions(module, x, length):
+    """Tables that the graph itself makes, from positions that move with every step of decoding."""
+    lanes = torch.arange(8, device=x.device, dtype=x.dtype)
+    angle = module.positions[:length, None] * 0.5**lanes
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("tables", [None, from_positions], ids=["cached", "computed"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tables_are_those_of_each_replay(device, tables):
+    """https://github.com/NVlabs/Fast-dLLM/pull/51: a replay of a CUDA graph saw the rotary cache of
+    another; https://github.com/vllm-project/vllm/issues/57890: tables made in the graph."""
+    make = lambda: Attention(  # noqa: E731
+        D=16, mask=causal, tables=tables, buffers={"positions": torch.arange(64.0)}
+    )
+    module, wide = make().to(device), make().double().to(device)
+    torch.set_float32_matmul_precision("highest")
+    with inductor_gqa.enabled(always=True, strict=True), torch.no_grad():
+        compiled = torch.compile(module, mode="reduce-overhead")
+        kept = []
+        for seed in range(6):
+            for one in (module, wide):  # in place, as a cache is written
+                one.cos.mul_(0.9)
+                one.sin.add_(0.1)
+                one.positions.add_(1.0)
+            (x,) = inputs(L=48, seed=seed, grad=False)
+            x = x.to(device)
+            torch.compiler.cudagraph_mark_step_begin()
+            kept.append({"output": compiled(x).clone()})
+            assert not wrong(kept[-1], {"output": module(x)}, {"output": wide(x.double())})
+    assert not torch.equal(kept[0]["output"], kept[-1]["output"])

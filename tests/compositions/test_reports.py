@@ -181,3 +181,24 @@ def test_the_graph_is_sound_after_the_pass():
     for graph in seen.graphs:
         graph.graph.lint()
     assert seen.count(FORWARD, BACKWARD) == 2
+
+
+@torch.library.custom_op("inductor_gqa_tests::turn_in_place", mutates_args=("x",))
+def turn_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    x.copy_(x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin)
+
+
+def test_a_custom_op_that_rotates_in_place_stays_before_the_attention():
+    """https://github.com/vllm-project/vllm/issues/14703,
+    https://github.com/pytorch/pytorch/issues/137229: auto-functionalized ops hid what came next."""
+
+    def attend(q, k, v, cos, sin):
+        q, k = q * 1.5, k + 0.5
+        turn_in_place(q, cos, sin)
+        turn_in_place(k, cos, sin)
+        return torch.softmax(causal(None, q @ k.mT * 0.3), -1) @ v
+
+    tensors = [torch.randn(2, 3, 11, 8) for _ in range(3)]
+    seen = fuses(attend, *tensors, torch.randn(11, 8), torch.randn(11, 8), train=False)
+    assert seen.argument("cos_q") is None
+    assert seen.argument("band_hi") == 0

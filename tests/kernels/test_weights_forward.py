@@ -44,6 +44,8 @@ def errors_of(case, ours, eps=None):
     for name, x, true, near in claims:
         x, near = x.double(), near.double()
         same = (x == true) | (x.isnan() & true.isnan())
+        if name == "lse":  # -1e38 and -inf are one logarithm in fp32
+            same = same | ((true < -1e30) & (x < -1e30))
         is_clear = torch.isfinite(true) & (true.abs() < 1e30)
         if not bool((same | is_clear).all()):
             wrong.append(

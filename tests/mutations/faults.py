@@ -289,9 +289,15 @@ FAULTS = (
     Fault(
         "the size is the first one seen",
         "inductor_gqa/emit.py",
-        "        if isinstance(size, int):\n            return size\n        for node",
-        "        if not isinstance(size, int):\n            from ..decide import hint\n\n"
-        "            return hint(size)\n        for node",
+        "            self.sizes[size] = self._node_of_size(size)",
+        "            from .decide import hint\n\n            self.sizes[size] = hint(size)",
         SHAPES + " -k dynamic",
+    ),
+    Fault(
+        "a sum of projections is taken apart before it turns",
+        "patterns/elements.py",
+        "        bool(a and b)\n",
+        "        False\n",
+        ROPE + " -k 'sum_of_projections and adapter'",
     ),
 )

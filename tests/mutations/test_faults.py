@@ -11,9 +11,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 from faults import FAULTS  # noqa: E402
+from faults_of_kernels import FAULTS_OF_KERNELS  # noqa: E402
+
+ALL = (*FAULTS, *FAULTS_OF_KERNELS)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)
 def test_fault_can_be_injected(fault):
     """Its text occurs once, what it becomes is another program, and the test exists."""
     source = (ROOT / fault.path).read_text()
@@ -25,7 +28,7 @@ def test_fault_can_be_injected(fault):
 
 
 def test_names_are_unique():
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
+    assert len({fault.name for fault in ALL}) == len(ALL) >= 50
 
 
 @pytest.mark.slow

@@ -479,3 +479,91 @@ def test_lanes_that_turn_in_one_direction_stay_outside(swap):
     """Without the minus it is no rotation; the attention around it fuses."""
     seen = fuses(Attention(rotation=lambda x, cos, sin: x * cos + swap(x) * sin), *inputs())
     assert seen.argument("cos_q") is None
+
+
+class Summed(nn.Module):
+    """Self-attention whose q, k and v are sums of what several matmuls make."""
+
+    def __init__(self, add, rotation, dtype=torch.float32):
+        super().__init__()
+        make = lambda *shape: nn.Parameter((torch.randn(*shape) / 4).to(dtype))  # noqa: E731
+        self.weights = nn.ParameterList(make(32, 24) for _ in range(3))
+        self.down = nn.ParameterList(make(3, 24) for _ in range(3))
+        self.up = nn.ParameterList(make(32, 3) for _ in range(3))
+        self.bias = nn.ParameterList(make(32) for _ in range(3))
+        self.add, self.rotation = add, rotation
+        free = angles(11, 8) + 0.3 * torch.randn(11, 8)
+        self.register_buffer("cos", free.cos().to(dtype))
+        self.register_buffer("sin", free.sin().to(dtype))
+
+    def forward(self, x):
+        parts = zip(self.weights, self.down, self.up, self.bias, strict=True)
+        heads = [
+            self.add(x @ w.mT, (x @ a.mT) @ b.mT, bias).unflatten(-1, (4, 8)).transpose(1, 2)
+            for w, a, b, bias in parts
+        ]
+        q, k = (self.rotation(y, self.cos, self.sin) for y in heads[:2])
+        return torch.softmax(q @ k.mT * 0.3, -1) @ heads[2]
+
+
+SUMS = {
+    "adapter": lambda y, z, bias: y + z,
+    "scaled adapter": lambda y, z, bias: y + 2.0 * z,
+    "alpha": lambda y, z, bias: torch.add(y, z, alpha=0.5),
+    "difference": lambda y, z, bias: y - z,
+    "bias": lambda y, z, bias: y + bias,
+    "adapter and bias": lambda y, z, bias: y + z * 0.5 + bias,
+    "bias and adapter": lambda y, z, bias: (y + bias) - z,
+}
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("rotation", [half, interleaved], ids=["half", "interleaved"])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_of_projections_is_what_turns(name, rotation, train):
+    """A LoRA adapter or a bias beside a projection left the rotation outside the kernel: the terms
+    of the sum were taken for terms of the rotation."""
+    torch.manual_seed(0)
+    module = Summed(SUMS[name], rotation)
+    seen = fuses(module, *inputs(grad=train), train=train)
+    assert "heads of 8, " + ("rotate-half" if rotation is half else "interleaved") in seen.summary
+    assert "only" not in seen.summary
+    assert seen.count("aten.cat.default") == 0  # by which every rotation here turns
+
+
+def test_a_sum_of_projections_is_rounded_before_it_turns():
+    torch.manual_seed(0)
+    module = Summed(SUMS["scaled adapter"], half, torch.bfloat16)
+    seen = fuses(module, *inputs(dtype=torch.bfloat16))
+    assert "heads of 8, rotate-half RoPE," in seen.summary
+
+
+@pytest.mark.parametrize("frozen", ["q", "k", "qk"])
+def test_a_frozen_projection_beside_a_trained_adapter(frozen):
+    torch.manual_seed(0)
+    module = Summed(SUMS["adapter"], half)
+    for k, name in enumerate("qk"):
+        if name in frozen:
+            for parameter in (module.weights[k], module.bias[k]):
+                parameter.requires_grad_(False)
+    seen = fuses(module, *inputs())
+    assert "heads of 8, rotate-half RoPE," in seen.summary
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("rotation", [half, interleaved, partial], ids=lambda f: f.__name__)
+def test_a_norm_with_a_bias_before_the_rotation(rotation, train):
+    """Persimmon: the bias left the rotation outside, as a term of its own."""
+
+    class Normed(Attention):
+        def rotated(self, x, length):
+            return super().rotated(self.norm(x), length)
+
+    torch.manual_seed(0)
+    module = Normed(rotation=rotation)
+    module.norm = nn.LayerNorm(8)
+    nn.init.normal_(module.norm.bias)
+    seen = fuses(module, *inputs(grad=train), train=train)
+    kind = "interleaved" if rotation is interleaved else "rotate-half"
+    assert f"heads of 8, {kind} RoPE" in seen.summary
+    assert not any(site.notes for site in seen.sites)

@@ -388,6 +388,30 @@ def test_fuses_weights_that_are_needed_without_a_gradient(dtype):
     assert "returns the weights, backward of q, k, v" in seen.summary
 
 
+@pytest.mark.parametrize(
+    "shown",
+    [
+        lambda p: p.detach(),
+        lambda p: p.detach().transpose(1, 2),
+        lambda p: p.detach().bfloat16(),
+        lambda p: p.detach()[:, :, -1],
+    ],
+    ids=["as they are", "moved", "cast", "a row"],
+)
+def test_fuses_weights_that_are_shown_without_a_gradient(shown):
+    """The graph's output stands behind gradients too: weights returned as they are were taken for
+    weights with a gradient."""
+
+    class Showing(Attention):
+        def attend(self, q, k, v):
+            out, p = returns_weights(self, q, k, v)
+            return out, shown(p)
+
+    seen = run(Showing(), *inputs())
+    assert (seen.fused, seen.reasons) == (1, [])
+    assert (seen.count(WITH_WEIGHTS), seen.count(BACKWARD)) == (1, 1)
+
+
 def test_leaves_returned_weights_that_have_a_gradient():
     class Returning(Attention):
         attend = returns_weights  # pyright: ignore[reportAssignmentType]

@@ -246,7 +246,7 @@ class Clipped(Causal):
         return super().heads(x.clamp(-1.5, 1.5), n)
 
 
-@wild("rotate-half RoPE (k only), causal + key padding")
+@wild("rotate-half RoPE, causal + key padding")
 class Tempered(Causal):
     """Ministral 3: q is scaled by its position after it has turned."""
 
@@ -424,24 +424,3 @@ def test_fuses_backward_by_hand_with_softcap_and_groups():
     q, k, v, grad = (torch.randn(2, h, 11, 8) for h in (4, 2, 2, 4))
     seen = fuses(core, q, k, v, grad, train=False, backwards=1, scores=(11, 11))
     assert "4 query / 2 key-value heads of 8, no RoPE inside, no mask, softcap 5" in seen.summary
-
-
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-def test_xpos_fuses_with_its_rotation_outside(train):
-    """Two tables on one lane: the angle's and the decay's."""
-
-    def turned(x, cos, sin, decay):
-        a, b = x.chunk(2, -1)
-        return x * cos * decay + torch.cat((-b, a), -1) * sin * decay
-
-    def attend(q, k, v, cos, sin, decay):
-        q, k = turned(q, cos, sin, decay), turned(k, cos, sin, 1 / decay)
-        s = (q @ k.mT * 0.3).masked_fill(torch.ones(11, 11, dtype=torch.bool).triu(1), -1e30)
-        return torch.softmax(s, -1) @ v
-
-    q, k, v = (torch.randn(2, 3, 11, 8, requires_grad=train) for _ in range(3))
-    angles = torch.randn(11, 4).repeat(1, 2)
-    decay = torch.rand(11, 4).repeat(1, 2) + 0.5
-    seen = fuses(attend, q, k, v, angles.cos(), angles.sin(), decay, train=train)
-    assert "causal" in seen.summary
-    assert "1 inputs and 2 tables" in seen.sites[0].notes[0]

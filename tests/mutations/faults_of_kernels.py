@@ -1,0 +1,127 @@
+"""Deliberate faults outside of the readers: in kernels, calls of fused attention, decisions, the
+lowering and reports."""
+
+from __future__ import annotations
+
+from faults import FAILURES, Fault
+
+DECODE, FAR = "tests/kernels/test_decode.py", "tests/kernels/test_far_offsets.py"
+GARBAGE, CALLS = "tests/kernels/test_hidden_garbage.py", "tests/patterns/test_sdpa.py"
+DECISIONS, WILD = "tests/test_decide_calls.py", "tests/patterns/test_wild.py"
+DECODE_KERNEL = "inductor_gqa/kernels/decode_kernel.py"
+DECIDE, SDPA = "inductor_gqa/decide.py", "patterns/sdpa.py"
+
+FAULTS_OF_KERNELS = (
+    Fault(
+        "the tiles that no split's share holds are lost",
+        DECODE_KERNEL,
+        "larger = tiles % splits\n",
+        "larger = tiles * 0\n",
+        DECODE + " -k sees_the_cache",
+    ),
+    Fault(
+        "splits are summed as if their maxima were one",
+        DECODE_KERNEL,
+        "weight = tl.exp2((tops - origin) * unit)",
+        "weight = tl.exp2((tops - tops) * unit)",
+        DECODE + " -k dwarf",
+    ),
+    Fault(
+        "keys that a mask hides at the end of a cache are read",
+        DECODE_KERNEL,
+        "first, hi = seen_keys(key_mask_ptr, stride_key_mask_s, lo, hi, S)",
+        "first, _ = seen_keys(key_mask_ptr, stride_key_mask_s, lo, hi, S)",
+        DECODE + " -k are_not_read",
+    ),
+    Fault(
+        "the rows of a query are found in 32 bits",
+        DECODE_KERNEL,
+        "positions.to(tl.int64) * stride_l + r * stride_r",
+        "positions * stride_l + r * stride_r",
+        FAR + " -k 'decode and q'",
+    ),
+    Fault(
+        "the elements of a mask are found in 32 bits",
+        "inductor_gqa/kernels/tiles.py",
+        "return i.to(tl.int64) * stride_i + j.to(tl.int64) * stride_j",
+        "return i * stride_i + j * stride_j",
+        FAR + " -k 'forward and mask'",
+    ),
+    Fault(
+        "rows past the last one see keys that nobody sees",
+        "inductor_gqa/kernels/backward_keys.py",
+        "n_keys = tl.minimum(S, tl.maximum(L + band_hi, 0))",
+        "n_keys = S",
+        GARBAGE + " -k 'gradients and causal'",
+    ),
+    Fault(
+        "the fused attention of the CPU is given what hidden keys hold",
+        "inductor_gqa/cpu.py",
+        "        and (not hides or bool(torch.isfinite(k).all()))\n",
+        "",
+        GARBAGE + " -k 'cpu and fused'",
+    ),
+    Fault(
+        "one query of a long cache counts as a long call",
+        DECIDE,
+        "min(lengths) < least",
+        "max(lengths) < least",
+        DECISIONS,
+    ),
+    Fault(
+        "a call counts as measured without its mask tensor",
+        DECIDE,
+        "    if not site.sdpa_has_mask:\n",
+        "    if False:\n",
+        DECISIONS,
+    ),
+    Fault(
+        "the causal diagonal of a rectangle lies where a square's does",
+        SDPA,
+        "if call.node.target in SQUARE_CAUSAL and not same(*lengths):",
+        "if False:",
+        CALLS + " -k rectangle_of_unequal",
+    ),
+    Fault(
+        "the scale that a call gives is not looked at",
+        SDPA,
+        "scale = 1.0 / math.sqrt(D) if number is None else number",
+        "scale = 1.0 / math.sqrt(D)",
+        CALLS + " -k 'no_mask_and_a_scale and plain'",
+    ),
+    Fault(
+        "rows without a key average the values in calls too",
+        SDPA,
+        "        zeros_empty_rows=may_be_empty(mask, L, S),\n",
+        "        zeros_empty_rows=False,\n",
+        CALLS + " -k rows_that_see_no_key",
+    ),
+    Fault(
+        "a lowering that fails ends the compile",
+        "inductor_gqa/lowering.py",
+        "        return opaque(*args)\n",
+        "        raise\n",
+        FAILURES + " -k lowering",
+    ),
+    Fault(
+        "nobody is told of a rotation with two tables on a lane (xPos)",
+        "patterns/outside.py",
+        "    return len(wide) > 1 and any(same(n, length) for n in wide)\n",
+        "    return False\n",
+        WILD + " -k xpos",
+    ),
+    Fault(
+        "of two tables on a lane (xPos) the first is taken",
+        "patterns/rotation.py",
+        "if len(data) != 1 or len(tables) > 1:",
+        "if len(data) != 1:",
+        WILD + " -k xpos",
+    ),
+    Fault(
+        "a site that was left is reported as fused",
+        "inductor_gqa/report.py",
+        '        state = "fused" if self.fused else "left"\n',
+        '        state = "fused"\n',
+        "tests/test_report.py",
+    ),
+)

@@ -1,0 +1,36 @@
+"""The benchmark of one block's training step, tiny on a CPU: correct, fused, complete."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*options):
+    command = [sys.executable, str(ROOT / "bench" / "block.py"), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_every_variant_is_right_and_the_block_is_fused(tmp_path):
+    out = tmp_path / "block.json"
+    done = run("--tiny", "--variants", "eager,plain,fused,sdpa", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert [(row["B"], row["L"]) for row in result["rows"]] == [(1, 19), (2, 16)]
+    for row in result["rows"]:
+        assert set(row["variants"]) == {"eager", "plain", "fused", "sdpa"}
+        assert row["variants"]["fused"]["sites_fused"] == 1
+        assert "us" not in row["variants"]["fused"]  # times are a GPU's
+
+
+def test_an_unknown_variant_is_named():
+    done = run("--variants", "flash")
+    assert done.returncode == 2
+    assert "unknown flash, there are eager, plain, fused, sdpa" in done.stderr
