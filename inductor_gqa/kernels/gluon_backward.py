@@ -1,9 +1,10 @@
 """Attention backward on sm_90: when the warp-specialised kernels may run, what to launch, launcher.
 
-Knows a band of keys and nothing else. q and k come rotated. Where cos and sin are given, dq and dk
-are turned back by them on their way out and are those of the unrotated q and k.
+Launches: the rotation of q and k, LSE and delta with padding, dK and dV, dQ. dQ is turned back by
+its kernel where it knows the rotation; dK where shares of it are summed, or by a launch of its own.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,46 +25,50 @@ from inductor_gqa.kernels.gluon_forward import (
     why_not_copied,
 )
 from inductor_gqa.kernels.plan import LOG2E, Attention, Launch, Operand, Plan, named_strides
+from inductor_gqa.kernels.rotate import plan_adjoint, plan_rotation
 
 ROWS = BM.value
 SLOTS = 4
 GATHER_ROWS = 16
+SMALLEST_SCALE = 1e-20  # LSE over scale must stay finite
 # What a program costs beside its tiles, and what the sum over the shares of a group costs, in
 # tiles of 64 queries (measured on one H200).
-ENDS, GATHER = 4, 16
-PAD_TENSORS = ("out_ptr", "grad_out_ptr", "lse_ptr", "delta_padded_ptr", "lse_padded_ptr")
+ENDS, GATHER = 4, 8
+PAD_TENSORS = ("out_ptr", "grad_out_ptr", "lse_ptr", "rows_ptr")
 
 
 def usable_backward(attention: Attention) -> str | None:
     """Why the kernels cannot compute these gradients, or None where they can."""
-    reason = usable(attention)
+    scratch, _, names = plan_rotation(attention)
+    bare = {name: x for name, x in attention.tensors.items() if name[:4] not in ("cos_", "sin_")}
+    bare |= {name: scratch[names[name]] for name in ("q", "k") if names[name] in scratch}
+    reason = usable(dataclasses.replace(attention, tensors=bare))
     if reason is not None:
         return reason
-    if "key_mask" in attention.tensors:
+    if "key_mask" in bare:
         return "key_mask is given, accepted none"
-    for name in ("q", "k"):
-        reason = _why_not_turned_back(attention, name)
-        if reason is not None:
-            return reason
     if attention.rules & rules.EMPTY_ROWS.value:
         return f"fill is {attention.fill} and rows may see no key, accepted -inf"
+    if attention.scale < SMALLEST_SCALE:
+        return f"scale is {attention.scale}, accepted {SMALLEST_SCALE} or more"
     if attention.sizes[5] > 128:
         return f"head dim is {attention.sizes[5]}, accepted 64 or 128"
-    return why_not_copied("grad_out", attention.tensors["grad_out"])
+    return why_not_copied("grad_out", bare["grad_out"])
 
 
-def _why_not_turned_back(attention: Attention, name: str) -> str | None:
-    """Why the kernels cannot apply the adjoint of a rotation of halves, or None."""
+def _turns_queries_back(attention: Attention) -> bool:
+    """Whether the kernel that sums dQ applies the rotation's adjoint: halves over all lanes."""
     D = attention.sizes[5]
-    for table in (f"cos_{name}", f"sin_{name}"):
-        x = attention.tensors.get(table)
-        if x is None:
-            continue
-        if x.shape[-1] != D or attention.rope_start or attention.rope_interleaved:
-            return f"{x.shape[-1]} of {D} lanes are turned, accepted halves over all lanes"
-        if x.strides[-1] != 1 or x.strides[1] * ROWS >= LARGEST:
-            return f"{table}: strides are {x.strides}, accepted 1 at last and short rows"
-    return None
+    tables = [attention.tensors.get(name) for name in ("cos_q", "sin_q")]
+    return all(
+        x is not None
+        and x.shape[-1] == D
+        and x.strides[-1] == 1
+        and x.strides[1] * ROWS < LARGEST
+        and not attention.rope_start
+        and not attention.rope_interleaved
+        for x in tables
+    )
 
 
 def split_of(attention: Attention, multiprocessors: int) -> int:
@@ -81,12 +86,12 @@ def split_of(attention: Attention, multiprocessors: int) -> int:
 
 @triton.jit
 def pad_kernel(
-    out_ptr, grad_out_ptr, lse_ptr, delta_padded_ptr, lse_padded_ptr,
+    out_ptr, grad_out_ptr, lse_ptr, rows_ptr,
     stride_grad_out_b, stride_grad_out_l, stride_grad_out_k, stride_grad_out_r, stride_grad_out_e,
-    L, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+    L, to_scores, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) and LSE of a head with ROWS numbers in front and behind, which make P
-    and dS zero there. Grid: heads x tiles, the padding included."""
+    """LSE of a head in units of scores, then delta = rowsum(dO * O), each with ROWS numbers in
+    front and behind, which make P and dS zero there. Grid: heads x tiles, the padding included."""
     bh = tl.program_id(0)
     b = bh // (K * R)
     k = bh % (K * R) // R
@@ -103,9 +108,10 @@ def pad_kernel(
     grad_out = tl.load(at, mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * L + rows, mask=inside, other=float("inf"))
-    padded = bh.to(tl.int64) * tl.num_programs(1) * ROWS + rows + ROWS
-    tl.store(delta_padded_ptr + padded, delta)
-    tl.store(lse_padded_ptr + padded, lse)
+    padded = tl.num_programs(1) * ROWS
+    at_rows = rows_ptr + bh.to(tl.int64) * 2 * padded + rows + ROWS
+    tl.store(at_rows, lse * to_scores)
+    tl.store(at_rows + padded, delta)
 
 
 def plan_backward_sm90(
@@ -114,87 +120,82 @@ def plan_backward_sm90(
     """Launches for a `usable_backward` attention. Results: dq, dk, dv. `split`: programs that share
     a group, None: those that end first."""
     tensors = attention.tensors
-    q, k, v, grad_out = (tensors[name] for name in ("q", "k", "v", "grad_out"))
-    B, L, S, K, R, D, E = attention.sizes
+    B, L, S, K, R, D, _ = attention.sizes
     split = split or split_of(attention, multiprocessors)
-    row_tiles, heads = -(-L // ROWS) + 2, B * K * R
-    padded = Operand.contiguous((heads, row_tiles * ROWS), torch.float32)
-    results = {
-        "dq": Operand.contiguous((B, L, K, R, D), q.dtype),
-        "dk": Operand.contiguous((B, S, K, D), k.dtype),
-        "dv": Operand.contiguous((B, S, K, E), v.dtype),
+    scratch, rotation, names = plan_rotation(attention)
+    operands = {**tensors, **scratch}
+    outputs = {
+        "dq": Operand.contiguous((B, L, K, R, D), tensors["q"].dtype),
+        "dk": Operand.contiguous((B, S, K, D), tensors["k"].dtype),
+        "dv": Operand.contiguous((B, S, K, D), tensors["v"].dtype),
     }
-    scratch = {"lse_padded": padded, "delta_padded": padded}
-    key_tiles = -(-S // (2 * ROWS))
+    row_tiles, keys = -(-L // ROWS) + 2, -(-S // (2 * ROWS)) * 2 * ROWS
+    scratch = scratch | {
+        "rows": Operand.contiguous((B * K * R, 2, row_tiles * ROWS), torch.float32)
+    }
     if split > 1:
-        shares = (2 * B * K * split, key_tiles * 2 * ROWS, D)  # of dK, then of dV
-        scratch["parts"] = Operand.contiguous(shares, torch.float32)
-    has_lo, has_hi = attention.band_lo is not None, attention.band_hi is not None
-    numbers: dict[str, Any] = {
-        "B": B,
-        "L": L,
-        "S": S,
-        "band_lo": attention.band_lo or 0,
-        "band_hi": attention.band_hi or 0,
-        "unit": attention.scale * LOG2E,
-        "scale": attention.scale,
-        "K": K,
-        "R": R,
-        "D": D,
-        "SLOTS": SLOTS,
-        "HAS_LO": has_lo,
-        "HAS_HI": has_hi,
+        scratch["parts"] = Operand.contiguous((B * K * split, 2, keys, D), torch.float32)
+    # Gradients of rotated tensors that a launch of its own turns back.
+    turns_queries = _turns_queries_back(attention)
+    left = {
+        name: f"d{name}_turned"
+        for name, is_done in (("q", turns_queries), ("k", split > 1))
+        if f"cos_{name}" in tensors and not is_done
     }
-    boxes = {
-        "q_desc": box("q", q, ROWS),
-        "g_desc": box("grad_out", grad_out, ROWS),
-        "k_desc": box("k", k, ROWS),
-        "v_desc": box("v", v, ROWS),
-    }
-    boxes |= {f"{name}_desc": box(name, x, ROWS) for name, x in results.items()}
-    slots = {"lse_ptr": "lse_padded", "delta_ptr": "delta_padded"}
-    slots["parts_ptr"] = "parts" if split > 1 else "delta_padded"
+    scratch |= {slot: outputs[f"d{name}"] for name, slot in left.items()}
 
-    def launch(kernel: Any, tiles: int, side: str, **more: Any) -> Launch:
-        tables, strides = _tables(tensors, side)
-        named = numbers | strides | more | {"n_tiles": tiles, "ROPE": f"cos_{side}" in tensors}
-        names = kernel.arg_names
+    boxes = {
+        "q_desc": box(names["q"], operands[names["q"]], ROWS),
+        "k_desc": box(names["k"], operands[names["k"]], ROWS),
+        "v_desc": box("v", tensors["v"], ROWS),
+        "g_desc": box("grad_out", tensors["grad_out"], ROWS),
+    }
+    for name, x in outputs.items():
+        boxes[f"{name}_desc"] = box(left.get(name[1], name), x, ROWS)
+    slots, numbers = _tables(tensors, "q")
+    slots |= {"rows_ptr": "rows", "parts_ptr": "parts" if split > 1 else "rows"}
+    has_lo, has_hi = attention.band_lo is not None, attention.band_hi is not None
+    numbers |= {"B": B, "L": L, "S": S, "K": K, "R": R, "D": D}
+    numbers |= {"band_lo": attention.band_lo or 0, "band_hi": attention.band_hi or 0}
+    numbers |= {"unit": attention.scale * LOG2E, "scale": attention.scale, "SLOTS": SLOTS}
+    numbers |= {"HAS_LO": has_lo, "HAS_HI": has_hi, "SPLIT": split, "BN": ROWS}
+    numbers |= {"MASK": has_lo or has_hi or S % ROWS != 0, "ROPE": turns_queries}
+
+    def launch(kernel: Any, tiles: int) -> Launch:
+        parameters: list[str] = kernel.arg_names
         return Launch(
             kernel,
             (min(tiles, multiprocessors),),
-            {name: slot for name, slot in (slots | tables).items() if name in names},
-            {name: named[name] for name in names if name in named},
+            {name: slot for name, slot in slots.items() if name in parameters},
+            {name: x for name, x in numbers.items() if name in parameters},
             4,
             1,
-            {name: boxes[name] for name in names if name in boxes},
+            {name: x for name, x in boxes.items() if name in parameters},
         )
 
-    is_masked = has_lo or has_hi or S % ROWS != 0
-    launches = [
+    launches = (
+        *rotation,
         _pad_launch(attention, row_tiles),
-        launch(keys_sm90_kernel, key_tiles * B * K * split, "k", SPLIT=split),
-        launch(queries_sm90_kernel, -(-L // (2 * ROWS)) * heads, "q", BN=ROWS, MASK=is_masked),
-    ]
+        launch(keys_sm90_kernel, keys // (2 * ROWS) * B * K * split),
+        launch(queries_sm90_kernel, -(-L // (2 * ROWS)) * B * K * R),
+    )
     if split > 1:
-        launches.append(_gather_launch(attention, split, key_tiles * 2 * ROWS))
-    return Plan(results | scratch, tuple(launches), ("dq", "dk", "dv"))
+        launches += (_gather_launch(attention, split, keys),)
+    if left:
+        launches += (plan_adjoint(attention, left, {name: f"d{name}" for name in left}),)
+    return Plan(scratch | outputs, launches, ("dq", "dk", "dv"))
 
 
 def _pad_launch(attention: Attention, row_tiles: int) -> Launch:
-    _, L, _, K, R, _, E = attention.sizes
-    grad_out = attention.tensors["grad_out"]
-    return Launch(
-        pad_kernel,
-        (attention.sizes[0] * K * R, row_tiles),
-        {name: name.removesuffix("_ptr") for name in PAD_TENSORS},
-        named_strides("grad_out", grad_out, "blkre")
-        | {"L": L, "K": K, "R": R, "E": E, "ROWS": ROWS},
-        num_warps=4,
-        num_stages=1,
-    )
+    B, L, _, K, R, _, E = attention.sizes
+    scalars: dict[str, Any] = named_strides("grad_out", attention.tensors["grad_out"], "blkre")
+    scalars |= {"L": L, "K": K, "R": R, "E": E, "ROWS": ROWS}
+    scalars |= {"to_scores": 1 / (attention.scale * LOG2E)}
+    slots = {name: name.removesuffix("_ptr") for name in PAD_TENSORS}
+    return Launch(pad_kernel, (B * K * R, row_tiles), slots, scalars, 4, 1)
 
 
-def _tables(tensors: Mapping[str, Operand], side: str) -> tuple[dict[str, str], dict[str, int]]:
+def _tables(tensors: Mapping[str, Operand], side: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Slots and strides of a rotation's tables; what is absent is never read."""
     cos, sin = tensors.get(f"cos_{side}"), tensors.get(f"sin_{side}")
     slots = {f"{table}_ptr": f"{table}_{side}" if cos else side for table in ("cos", "sin")}
@@ -203,15 +204,13 @@ def _tables(tensors: Mapping[str, Operand], side: str) -> tuple[dict[str, str], 
 
 def _gather_launch(attention: Attention, split: int, padded: int) -> Launch:
     B, _, S, K, _, D, _ = attention.sizes
-    tables, numbers = _tables(attention.tensors, "k")
-    numbers |= {
-        f"stride_{x}_{dim}": n for x in ("dk", "dv") for dim, n in (("b", S * K * D), ("s", K * D))
-    }
-    numbers |= {"first_dk": 0, "first_dv": 0, "S": S, "padded": padded, "groups": B * K}
-    named: dict[str, Any] = numbers | {"SPLIT": split, "scale": attention.scale, "K": K, "D": D}
-    named |= {"W": D if "cos_k" in attention.tensors else 0, "ROWS": GATHER_ROWS}
-    slots = {"parts_ptr": "parts", "dk_ptr": "dk", "dv_ptr": "dv"}
-    return Launch(gather_kernel, (-(-S // GATHER_ROWS) * B * K * 2,), slots | tables, named, 4, 1)
+    slots, named = _tables(attention.tensors, "k")
+    slots |= {"parts_ptr": "parts", "dk_ptr": "dk", "dv_ptr": "dv"}
+    cos = attention.tensors.get("cos_k")
+    named |= {"S": S, "padded": padded, "groups": B * K, "scale": attention.scale, "K": K, "D": D}
+    named |= {"SPLIT": split, "START": attention.rope_start, "W": cos.shape[-1] if cos else 0}
+    named |= {"INTERLEAVED": attention.rope_interleaved, "ROWS": GATHER_ROWS}
+    return Launch(gather_kernel, (-(-S // GATHER_ROWS) * B * K * 2,), slots, named, 4, 1)
 
 
 def attention_backward_sm90(
@@ -221,17 +220,22 @@ def attention_backward_sm90(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    tables: Mapping[str, torch.Tensor] | None = None,
+    *,
+    cos_q: torch.Tensor | None = None,
+    sin_q: torch.Tensor | None = None,
+    cos_k: torch.Tensor | None = None,
+    sin_k: torch.Tensor | None = None,
     split: int | None = None,
     **numbers: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq_BLKRD, dk_BSKD, dv_BSKE, contiguous; `numbers` are scale, band_lo and band_hi, `tables`
-    any of cos_q, sin_q [B, L, D], cos_k and sin_k [B, S, D].
+    """dq_BLKRD, dk_BSKD, dv_BSKE, contiguous; `numbers` are those of
+    `backward.attention_backward`.
 
     Raises ValueError with the reason where `usable_backward` gives one.
     """
     tensors = {"q": q, "k": k, "v": v, "grad_out": grad_out, "out": out, "lse": lse}
-    tensors |= tables or {}
+    tables = {"cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k}
+    tensors |= {name: x for name, x in tables.items() if x is not None}
     capability, multiprocessors = device_facts(q.device) if q.is_cuda else (None, 0)
     operands = {name: Operand.of(x) for name, x in tensors.items()}
     attention = Attention(operands, capability=capability, **numbers)

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from inductor_gqa.kernels.gluon_ends import BM, leave, padded_head, turned_back
+from inductor_gqa.kernels.gluon_ends import BM, leave, padded_head, padded_rows, turned_back
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
     barriers,
@@ -29,7 +29,7 @@ if WHY_NOT is None:
 @jit
 def queries_consumer(
     W: tl.constexpr, q_smem, g_smem, k_smem, v_smem, held, k_bars, v_bars, dq_desc,
-    lse_ptr, delta_ptr, tables, sizes, unit, scale, K: tl.constexpr, R: tl.constexpr,
+    rows_ptr, tables, sizes, unit, scale, K: tl.constexpr, R: tl.constexpr,
     D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, HAS_LO: tl.constexpr,
     HAS_HI: tl.constexpr, MASK: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +37,7 @@ def queries_consumer(
     G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, G_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    n_tiles, B, L, S, band_lo, band_hi = sizes
+    B, L, S, band_lo, band_hi = sizes
     held_full, held_empty = held
     k_full, k_empty = k_bars
     v_full, v_empty = v_bars
@@ -45,13 +45,13 @@ def queries_consumer(
     g = g_smem.index(W).reshape([BM, D])
     zeros = gl.zeros([BM, BN], gl.float32, layout=S_LAYOUT)
     seen = 0
-    for i in range(my_tiles(n_tiles)):
+    for i in range(my_tiles(gl.cdiv(L, 2 * BM) * B * K * R)):
         b, hk, r, tile_row = tile_at(i, L, B, K, R, 2 * BM)
         end, n = keys_of(tile_row, L, S, band_lo, band_hi, 2 * BM, BN, HAS_LO, HAS_HI)
         row0 = tile_row + W * BM
-        head = padded_head(b, hk * R + r, L, K * R) + row0
-        lse = gl.load(lse_ptr + head + gl.arange(0, BM, layout=ROWS)) * unit
-        delta = gl.load(delta_ptr + head + gl.arange(0, BM, layout=ROWS))
+        rows = rows_ptr + padded_head(b, hk * R + r, L, K * R) + row0
+        lse = gl.load(rows + gl.arange(0, BM, layout=ROWS)) * unit
+        delta = gl.load(rows + padded_rows(L) + gl.arange(0, BM, layout=ROWS))
         dq = gl.zeros([BM, D], gl.float32, layout=G_LAYOUT)
         # Nothing yet to multiply in front of the first tile: zeros, with that tile's own keys.
         da = gl.zeros([BM, BN], q_smem.dtype, layout=A_LAYOUT)
@@ -100,12 +100,12 @@ def queries_producer(
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
 ):  # fmt: skip
-    n_tiles, B, L, S, band_lo, band_hi = sizes
+    B, L, S, band_lo, band_hi = sizes
     held_full, held_empty = held
     k_full, k_empty = k_bars
     v_full, v_empty = v_bars
     seen = 0
-    for i in range(my_tiles(n_tiles)):
+    for i in range(my_tiles(gl.cdiv(L, 2 * BM) * B * K * R)):
         b, hk, r, tile_row = tile_at(i, L, B, K, R, 2 * BM)
         end, n = keys_of(tile_row, L, S, band_lo, band_hi, 2 * BM, BN, HAS_LO, HAS_HI)
         for w in gl.static_range(2):
@@ -127,11 +127,11 @@ def queries_producer(
         seen += n
 
 
-@jit(do_not_specialize=["n_tiles", "B", "L", "S", "band_lo", "band_hi"])
+@jit(do_not_specialize=["B", "L", "S", "band_lo", "band_hi"])
 def queries_sm90_kernel(
-    q_desc, g_desc, k_desc, v_desc, dq_desc, lse_ptr, delta_ptr,
+    q_desc, g_desc, k_desc, v_desc, dq_desc, rows_ptr,
     cos_ptr, sin_ptr, stride_cos_b, stride_cos_n, stride_sin_b, stride_sin_n,
-    n_tiles, B, L, S, band_lo, band_hi, unit, scale, K: tl.constexpr, R: tl.constexpr,
+    B, L, S, band_lo, band_hi, unit, scale, K: tl.constexpr, R: tl.constexpr,
     D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr, HAS_LO: tl.constexpr,
     HAS_HI: tl.constexpr, MASK: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
@@ -144,14 +144,14 @@ def queries_sm90_kernel(
     k_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     v_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     fence_async_shared()
-    sizes = (n_tiles, B, L, S, band_lo, band_hi)
+    sizes = (B, L, S, band_lo, band_hi)
     tables = (cos_ptr, sin_ptr, stride_cos_b, stride_cos_n, stride_sin_b, stride_sin_n)
     gl.warp_specialize([
         (queries_consumer, (0, q_smem, g_smem, k_smem, v_smem, held, k_bars, v_bars, dq_desc,
-                            lse_ptr, delta_ptr, tables, sizes, unit, scale, K, R, D, BN, SLOTS,
+                            rows_ptr, tables, sizes, unit, scale, K, R, D, BN, SLOTS,
                             HAS_LO, HAS_HI, MASK, ROPE)),
         (queries_consumer, (1, q_smem, g_smem, k_smem, v_smem, held, k_bars, v_bars, dq_desc,
-                            lse_ptr, delta_ptr, tables, sizes, unit, scale, K, R, D, BN, SLOTS,
+                            rows_ptr, tables, sizes, unit, scale, K, R, D, BN, SLOTS,
                             HAS_LO, HAS_HI, MASK, ROPE)),
         (queries_producer, (q_desc, g_desc, k_desc, v_desc, q_smem, g_smem, k_smem, v_smem,
                             held, k_bars, v_bars, sizes, K, R, D, BN, SLOTS, HAS_LO, HAS_HI)),

@@ -22,12 +22,18 @@ BM = tl.constexpr(64)  # rows of a group, and of a streamed tile
 
 @jit
 def padded_head(b, h, L, H: tl.constexpr):
-    """Where a head's LSE and delta begin: BM numbers lie in front of them and BM or more behind.
+    """Where a head's LSE begin, its deltas follow `padded_rows` later: BM numbers lie in front of
+    either and BM or more behind.
 
     Tiles may begin before row 0 and end behind row L. Loads without a condition keep one address;
     with conditions the key half spills at D = 128.
     """
-    return (b * H + h).to(gl.int64) * ((gl.cdiv(L, BM) + 2) * BM) + BM
+    return (b * H + h).to(gl.int64) * (2 * padded_rows(L)) + BM
+
+
+@jit
+def padded_rows(L):
+    return (gl.cdiv(L, BM) + 2) * BM
 
 
 @jit
@@ -72,39 +78,38 @@ def store_part(ptr, part, row0, S, value, D: tl.constexpr):
     rows = gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     cols = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     first = part.to(gl.int64) * (gl.cdiv(S, 2 * BM) * (2 * BM)) + row0
-    gl.store(ptr + first * D + (rows * D + cols), value)
+    gl.store((ptr + (first + rows) * D) + cols, value)
 
 
 @triton.jit
 def gather_kernel(
     parts_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,
     stride_cos_b, stride_cos_n, stride_cos_w, stride_sin_b, stride_sin_n, stride_sin_w,
-    first_dk, stride_dk_b, stride_dk_s, first_dv, stride_dv_b, stride_dv_s, S, padded, groups,
-    scale,
-    K: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+    S, padded, groups, scale,
+    K: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, START: tl.constexpr, W: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dK, turned back, and dV from the shares of a group: all those of dK, then all those of dV.
-    Grid: row tiles x groups, for dK then dV."""
+    """dK, turned back, and dV from the shares of a group, each of dK followed by that of dV. Grid:
+    row tiles x groups, for dK then dV."""
     tiles = tl.cdiv(S, ROWS)
     row0 = tl.program_id(0) % tiles * ROWS
     bk = tl.program_id(0) // tiles
-    first = tl.cast(bk, tl.int64) * SPLIT * padded + row0
     is_dk = bk < groups
     bk = tl.where(is_dk, bk, bk - groups)
     b = bk // K
     k = bk % K
     rows = row0 + tl.arange(0, ROWS)
+    first = tl.cast(bk * (2 * SPLIT) + tl.where(is_dk, 0, 1), tl.int64) * padded + row0
     at = first * D + tl.arange(0, ROWS)[:, None] * D + tl.arange(0, D)[None, :]
     total = tl.zeros([ROWS, D], tl.float32)
     for part in tl.static_range(SPLIT):
-        total += tl.load(parts_ptr + at + tl.cast(padded, tl.int64) * part * D)
+        total += tl.load(parts_ptr + at + tl.cast(padded, tl.int64) * (2 * part) * D)
+    to = (b.to(tl.int64) * S * K + k) * D
     if is_dk:
         store_turned_back(
-            total * scale, dk_ptr + first_dk + b.to(tl.int64) * stride_dk_b + k * D, rows,
-            stride_dk_s, S,
+            total * scale, dk_ptr + to, rows, K * D, S,
             cos_ptr + b.to(tl.int64) * stride_cos_b, sin_ptr + b.to(tl.int64) * stride_sin_b,
-            stride_cos_n, stride_cos_w, stride_sin_n, stride_sin_w, D, D, 0, W, False,
+            stride_cos_n, stride_cos_w, stride_sin_n, stride_sin_w, D, D, START, W, INTERLEAVED,
         )  # fmt: skip
     else:
-        at_dv = dv_ptr + first_dv + b.to(tl.int64) * stride_dv_b + k * D
-        store_tile(at_dv, total, rows, stride_dv_s, S, 0, D, D)
+        store_tile(dv_ptr + to, total, rows, K * D, S, 0, D, D)
