@@ -31,9 +31,9 @@ ROWS = BM.value
 SLOTS = 4
 GATHER_ROWS = 16
 SMALLEST_SCALE = 1e-20  # LSE over scale must stay finite
-# What a program costs beside its tiles, and what the sum over the shares of a group costs, in
-# tiles of 64 queries (measured on one H200).
-ENDS, GATHER = 4, 8
+# Rows of a share of dK and dV that are written and read in the time of one tile of 64 queries
+# (measured on one H200; the same at D = 64 and 128, where both cost half).
+SHARED_ROWS = 2500
 PAD_TENSORS = ("out_ptr", "grad_out_ptr", "lse_ptr", "rows_ptr")
 
 
@@ -73,13 +73,22 @@ def _turns_queries_back(attention: Attention) -> bool:
 
 def split_of(attention: Attention, multiprocessors: int) -> int:
     """Programs that share a group's sums: what ends first. One that is alone on its multiprocessor
-    works for the heads of the group one after another."""
+    works for the heads of a group one after another; under a causal mask the first keys are seen by
+    twice as many queries as keys are on average, and shares even that out."""
     B, L, S, K, R, *_ = attention.sizes
+    lo, hi = attention.band_lo, attention.band_hi
     tiles, steps = -(-S // (2 * ROWS)) * B * K, -(-L // ROWS)
+    if lo is not None and hi is not None:
+        steps = min(steps, max(hi - lo, 0) // ROWS + 3)
+    is_uneven = (lo is None) != (hi is None)
 
     def ends(split: int) -> float:
-        rounds = -(-tiles * split // multiprocessors)
-        return rounds * (steps * R / split + ENDS) + (GATHER if split > 1 else 0)
+        longest, programs = steps * R / split, tiles * split
+        if is_uneven:
+            time = longest * max(1.0, programs / multiprocessors / 2)
+        else:
+            time = longest * -(-programs // multiprocessors)
+        return time + (B * S * K * split / SHARED_ROWS if split > 1 else 0)
 
     return min((n for n in (1, 2, 4, 8) if R % n == 0), key=ends)
 

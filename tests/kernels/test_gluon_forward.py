@@ -218,10 +218,36 @@ def test_gradients_are_turned_back_by_the_fewest_launches(changes, split, before
     assert set(plan.allocate) <= written
 
 
-def test_a_group_is_shared_where_the_device_would_be_idle():
-    subject = backward_of(attention(band_hi=0))
-    assert split_of(subject, multiprocessors=132) == R
-    assert split_of(subject, multiprocessors=4) == 1
+@pytest.mark.parametrize(
+    ("batch", "length", "best"),
+    [
+        (1, 128, 4),
+        (1, 512, 4),
+        (1, 691, 4),
+        (1, 1024, 4),
+        (1, 2048, 2),
+        (2, 128, 4),
+        (4, 512, 2),
+        (2, 1024, 2),
+        (8, 384, 1),
+        (4, 1024, 1),
+        (1, 16384, 1),
+    ],
+)
+def test_groups_are_shared_as_was_measured_to_be_best(batch, length, best):
+    """32/8 heads, D = 128, causal, one H200."""
+    query = Operand.contiguous((batch, length, 8, 4, 128), torch.bfloat16)
+    keys = Operand.contiguous((batch, length, 8, 128), torch.bfloat16)
+    subject = Attention({"q": query, "k": keys, "v": keys}, scale=1.0, band_hi=0)
+    assert split_of(subject, multiprocessors=132) == best
+
+
+def test_a_window_is_as_long_as_it_is_wide():
+    keys = Operand.contiguous((1, 2**20, 1, 64), torch.bfloat16)
+    query = Operand.contiguous((1, 2**20, 1, 8, 64), torch.bfloat16)
+    operands = {"q": query, "k": keys, "v": keys}
+    window = Attention(operands, scale=1.0, band_lo=-100, band_hi=0)
+    assert split_of(window, multiprocessors=132) == 1
 
 
 @pytest.mark.parametrize(
