@@ -9,15 +9,13 @@ kernels, and in the backward key padding.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
 from . import decode, decode_tiles, gluon_backward, gluon_forward, gluon_weights
 from .forward import collect
-from .plan import Attention, Plan, execute
-from .rotate import plan_rotation
+from .plan import Attention
 from .weights_backward import WeightsBackward, subject_of
 
 # Whether the forward that splits the keys of few queries is used at all.
@@ -26,7 +24,8 @@ HAS_DECODE = True
 SHORTEST_GIVEN = 256
 MOST_OF_FEW_GIVEN = 2048
 
-TENSORS = ("cos_q", "sin_q", "cos_k", "sin_k", "bias", "mask", "key_mask", "keep", "sink")
+TABLES = ("cos_q", "sin_q", "cos_k", "sin_k")
+TENSORS = (*TABLES, "bias", "mask", "key_mask", "keep", "sink")
 
 
 def is_gluon(attention: Attention) -> bool:
@@ -35,15 +34,8 @@ def is_gluon(attention: Attention) -> bool:
 
 
 def is_gluon_backward(attention: Attention, needs: tuple[bool, bool, bool]) -> bool:
-    """Whether the sm_90 backward takes this attention; rotations then have launches of their
-    own."""
-    if not all(needs) or not is_gluon(attention):
-        return False
-    tensors = {name: x for name, x in attention.tensors.items() if name[:4] not in ("cos_", "sin_")}
-    scratch, _, names = plan_rotation(attention)
-    tensors |= {name: scratch[slot] for name, slot in names.items() if slot in scratch}
-    bare = dataclasses.replace(attention, tensors=tensors)
-    return gluon_backward.usable_backward(bare) is None
+    """Whether the sm_90 backward takes this attention."""
+    return all(needs) and gluon_backward.usable_backward(attention) is None
 
 
 def is_gluon_weights(subject: WeightsBackward, needs: tuple[bool, bool, bool]) -> bool:
@@ -92,18 +84,8 @@ def attention_backward(
     given, attention, numbers = _parts(q, k, v, arguments, more)
     if not is_gluon_backward(attention, needs):
         return plain(grad_out, q, k, v, out, lse, needs=needs, **arguments)
-    turned = _rotated(given, attention)
-    left = {name: x for name, x in numbers.items() if name in ("scale", "band_lo", "band_hi")}
-    dq, dk, dv = gluon_backward.attention_backward_sm90(
-        grad_out, turned["q"], turned["k"], v, out, lse, **left
-    )
-    if "cos_q" not in given and "cos_k" not in given:
-        return dq, dk, dv
-    back = {"q": dq, "k": dk, "v": dv} | _adjoint_tables(given, attention.rope_interleaved)
-    shape = {name: numbers[name] for name in ("scale", "rope_start", "rope_interleaved")}
-    tensors, unturned = collect(back, shape)
-    results = _rotated(tensors, unturned)
-    return results["q"], results["k"], dv
+    tables = {name: given[name] for name in TABLES if name in given}
+    return gluon_backward.attention_backward_sm90(grad_out, q, k, v, out, lse, **tables, **numbers)
 
 
 def weights_backward(
@@ -141,28 +123,3 @@ def _parts(
     numbers = {name: value for name, value in arguments.items() if name not in TENSORS}
     given, attention = collect(tensors, numbers)
     return given, attention, numbers
-
-
-def _rotated(given: dict[str, torch.Tensor], attention: Attention) -> dict[str, torch.Tensor]:
-    """q and k, turned where tables are given."""
-    scratch, launches, names = plan_rotation(attention)
-    if not launches:
-        return {"q": given["q"], "k": given["k"]}
-    made = dict(zip(scratch, execute(Plan(scratch, launches, tuple(scratch)), given), strict=True))
-    return {name: made.get(names[name], given[name]) for name in ("q", "k")}
-
-
-def _adjoint_tables(given: dict[str, torch.Tensor], interleaved: bool) -> dict[str, torch.Tensor]:
-    """Tables whose rotation is the adjoint of the given ones: each lane takes its partner's sine,
-    negated."""
-    out: dict[str, torch.Tensor] = {}
-    for name in ("q", "k"):
-        if f"cos_{name}" in given:
-            sin = given[f"sin_{name}"]
-            width = sin.shape[-1]
-            if interleaved:
-                partner = sin.unflatten(-1, (width // 2, 2)).flip(-1).flatten(-2)
-            else:
-                partner = sin.roll(width // 2, -1)
-            out[f"cos_{name}"], out[f"sin_{name}"] = given[f"cos_{name}"], -partner
-    return out

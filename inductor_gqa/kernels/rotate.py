@@ -8,7 +8,8 @@ tensors whose strides keep them from being streamed. The adjoint at the end of t
 by the backward kernels to what they still hold in registers.
 """
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import triton
@@ -42,16 +43,23 @@ def load_lanes(ptr, rows, cols, seen, stride_row, stride_col, n_rows, OTHER: tl.
 def rotated_tile(
     x_ptr, cos_ptr, sin_ptr, y_ptr, rows, n_rows,
     stride_x, stride_xd, stride_cos, stride_cosw, stride_sin, stride_sinw, stride_y,
-    START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr, ADJOINT: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One head's rows. The partner is read once more: it hits L1, and no register moves."""
+    """One head's rows. The partner is read once more: it hits L1, and no register moves. The
+    adjoint takes the partner's sine, negated."""
     cols = tl.arange(0, WIDTH)
     is_turned, partner, sign = lanes(cols, START, W, INTERLEAVED)
     x = load_tile(x_ptr, rows, stride_x, stride_xd, n_rows, 0, WIDTH, D).to(tl.float32)
     other = load_lanes(x_ptr, rows, partner, is_turned, stride_x, stride_xd, n_rows, 0.0)
     cos = load_lanes(cos_ptr, rows, cols - START, is_turned, stride_cos, stride_cosw, n_rows, 1.0)
-    sin = load_lanes(sin_ptr, rows, cols - START, is_turned, stride_sin, stride_sinw, n_rows, 0.0)
+    if ADJOINT:
+        cols_sin, sign = partner, -sign
+    else:
+        cols_sin = cols
+    sin = load_lanes(
+        sin_ptr, rows, cols_sin - START, is_turned, stride_sin, stride_sinw, n_rows, 0.0
+    )
     y = x * cos + other * (sin * sign[None, :])
     inside = (rows[:, None] < n_rows) & (cols < D)[None, :]
     tl.store(
@@ -71,7 +79,7 @@ def rotate_kernel(
     B, L, S, query_programs,
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     START: tl.constexpr, W_Q: tl.constexpr, W_K: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr, PITCH: tl.constexpr,
+    ADJOINT: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest: neighbours share the rows of cos and sin in L2.
     pid = tl.program_id(0)
@@ -87,7 +95,7 @@ def rotate_kernel(
             q_out_ptr + (b.to(tl.int64) * L * K * R + k * R + r) * PITCH, rows, L,
             stride_q_l, stride_q_d, stride_cos_q_l, stride_cos_q_w, stride_sin_q_l, stride_sin_q_w,
             K * R * PITCH,
-            START, W_Q, INTERLEAVED, D, WIDTH,
+            START, W_Q, INTERLEAVED, ADJOINT, D, WIDTH,
         )  # fmt: skip
     else:
         pid -= query_programs
@@ -101,7 +109,7 @@ def rotate_kernel(
             k_out_ptr + (b.to(tl.int64) * S * K + k) * PITCH, rows, S,
             stride_k_s, stride_k_d, stride_cos_k_s, stride_cos_k_w, stride_sin_k_s, stride_sin_k_w,
             K * PITCH,
-            START, W_K, INTERLEAVED, D, WIDTH,
+            START, W_K, INTERLEAVED, ADJOINT, D, WIDTH,
         )  # fmt: skip
 
 
@@ -131,6 +139,21 @@ def plan_rotation(
     return scratch, launches, names
 
 
+def plan_adjoint(
+    attention: Attention, sources: Mapping[str, str], results: Mapping[str, str]
+) -> Launch:
+    """Gradients of q and k, or of one of them, from the gradients of what they were turned to:
+    contiguous slots in `sources`, written to those of the same names in `results`."""
+    tensors = dict(attention.tensors)
+    for name in ("q", "k"):
+        tensors[name] = Operand.contiguous(tensors[name].shape, tensors[name].dtype)
+    twin = dataclasses.replace(attention, tensors=tensors)
+    names = {name: results.get(name, name) for name in ("q", "k")}
+    launch = _launch(twin, ("q", "k"), list(sources), names, tensors["q"].shape[-1], True)
+    slots = {at: sources.get(slot, slot) for at, slot in launch.tensors.items()}
+    return dataclasses.replace(launch, tensors=slots)
+
+
 def _row_major(x: Operand) -> Operand:
     return Operand.contiguous(x.shape, x.dtype, pitch=-(-x.shape[-1] // 16) * 16)
 
@@ -141,6 +164,7 @@ def _launch(
     turned: list[str],
     names: dict[str, str],
     pitch: int,
+    is_adjoint: bool = False,
 ) -> Launch:
     """Writes those of the pair (a tensor with query heads, one with key heads) that have a slot of
     their own in `names`."""
@@ -158,6 +182,7 @@ def _launch(
     scalars |= {"B": B, "L": L, "S": S, "query_programs": query_programs, "K": K, "R": R, "D": D}
     scalars |= {"WIDTH": 1 << (D - 1).bit_length(), "ROWS": rows, "PITCH": pitch}
     scalars |= {"START": attention.rope_start, "INTERLEAVED": attention.rope_interleaved}
+    scalars |= {"ADJOINT": is_adjoint}
     widths = {x: given[f"cos_{x}"].shape[-1] if f"cos_{x}" in given else 0 for x in ("q", "k")}
     scalars |= {f"W_{x.upper()}": width for x, width in widths.items()}
     # What is absent is never read; a parameter must be some pointer.

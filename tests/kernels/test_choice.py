@@ -6,16 +6,7 @@ import pytest
 import torch
 from kernels.oracle import Case, errors_of
 
-from inductor_gqa import reference
 from inductor_gqa.kernels import choice
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_adjoint_tables_turn_back_what_the_tables_turned(interleaved):
-    cos, sin, g = (torch.randn(2, 7, 16, dtype=torch.float64) for _ in range(3))
-    tables = choice._adjoint_tables({"cos_q": cos, "sin_q": sin}, interleaved)
-    turned = reference.rotate(g, tables["cos_q"], tables["sin_q"], 0, interleaved)
-    assert torch.allclose(turned, reference.unrotate(g, cos, sin, 0, interleaved))
 
 
 @pytest.mark.gpu

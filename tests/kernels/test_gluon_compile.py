@@ -24,7 +24,12 @@ CASES = (
     "D128-bf16-causal-padded",
     "D256-bf16-causal",
     "D64-bf16-causal-backward",
+    "D64-fp16-window-rope-backward-whole",
+    "D128-bf16-backward-whole",
+    "D128-bf16-causal-rope-backward",
+    "D128-bf16-causal-rope-backward-whole",
     "D128-bf16-window-backward",
+    "D128-bf16-window-backward-whole",
     "D64-bf16-given",
     "D128-bf16-given-rope",
     "D128-bf16-given-rope-short",
@@ -81,7 +86,9 @@ def records(case):
         return records_of(case, plan, subject.tensors)
     subject, switches = attention(case)
     if "grad_out" in subject.tensors:
-        plan = plan_backward_sm90(subject)
+        # Whole groups a program, or as many programs as fill the device.
+        plan = plan_backward_sm90(subject, split=1 if "whole" in case else None)
+        assert ("whole" in case) != ("parts" in plan.allocate)
     else:
         plan = plan_forward_sm90(subject, switches=switches)
     return records_of(case, plan, subject.tensors)

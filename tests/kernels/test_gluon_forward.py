@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inductor_gqa.kernels import gluon_tiles
-from inductor_gqa.kernels.gluon_backward import plan_backward_sm90, usable_backward
+from inductor_gqa.kernels.gluon_backward import plan_backward_sm90, split_of, usable_backward
 from inductor_gqa.kernels.gluon_empty_rows import fill_empty_rows_kernel
 from inductor_gqa.kernels.gluon_forward import (
     Switches,
@@ -16,7 +16,7 @@ from inductor_gqa.kernels.gluon_forward import (
     plan_forward_sm90,
     usable,
 )
-from inductor_gqa.kernels.plan import Attention, Operand, execute
+from inductor_gqa.kernels.plan import LOG2E, Attention, Operand, execute
 
 pytestmark = pytest.mark.skipif(gluon_tiles.WHY_NOT is not None, reason=str(gluon_tiles.WHY_NOT))
 B, L, S, K, R, D = 2, 300, 300, 2, 4, 128
@@ -165,34 +165,100 @@ def test_log_sum_exp_and_delta_are_padded_so_that_nothing_counts_there(device):
     named = {"out": out, "grad_out": grad_out, "lse": lse, "q": out}
     operands = {name: Operand.of(x) for name, x in named.items()}
     keys = Operand.contiguous((B, L, K, E), out.dtype)
-    subject = Attention({**operands, "k": keys, "v": keys}, scale=1.0, capability=(9, 0))
+    subject = Attention({**operands, "k": keys, "v": keys}, scale=0.25, capability=(9, 0))
     plan = plan_backward_sm90(subject)
-    plan = dataclasses.replace(
-        plan, launches=plan.launches[:1], results=("lse_padded", "delta_padded")
-    )
-    lse_padded, delta_padded = execute(plan, named)
+    plan = dataclasses.replace(plan, launches=plan.launches[:1], results=("rows",))
+    (rows,) = execute(plan, named)
+    lse_padded, delta_padded = rows.unbind(1)
     delta = (out.double() * grad_out.double()).sum(-1).permute(0, 2, 3, 1).float()
-    assert lse_padded.shape == (B * K * R, 64 + 192 + 64)
-    assert torch.equal(lse_padded[:, 64 : 64 + L], lse.flatten(0, 2))
+    assert rows.shape == (B * K * R, 2, 64 + 192 + 64)
+    in_scores = lse.flatten(0, 2) / (0.25 * LOG2E)
+    torch.testing.assert_close(lse_padded[:, 64 : 64 + L], in_scores)
     torch.testing.assert_close(delta_padded[:, 64 : 64 + L], delta.flatten(0, 2))
     for x, outside in ((lse_padded, math.inf), (delta_padded, 0.0)):
         assert bool((x[:, :64] == outside).all())
         assert bool((x[:, 64 + L :] == outside).all())
 
 
+def backward_of(subject):
+    tensors = {**subject.tensors, "grad_out": subject.tensors["q"], "out": subject.tensors["q"]}
+    tensors["lse"] = Operand.contiguous((B, K, R, L), torch.float32)
+    return dataclasses.replace(subject, tensors=tensors)
+
+
+TABLES = ("cos_q", "sin_q", "cos_k", "sin_k")
+ALWAYS = ["pad_kernel", "keys_sm90_kernel", "queries_sm90_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "split", "before", "after"),
+    [
+        ({}, 1, [], []),
+        ({}, 4, [], ["gather_kernel"]),
+        ({"tables": TABLES}, 1, ["rotate_kernel"], ["rotate_kernel"]),
+        ({"tables": TABLES}, 2, ["rotate_kernel"], ["gather_kernel"]),
+        ({"tables": TABLES[:2]}, 1, ["rotate_kernel"], []),
+        ({"tables": TABLES[2:]}, 1, ["rotate_kernel"], ["rotate_kernel"]),
+        ({"tables": TABLES, "rope_interleaved": True}, 1, ["rotate_kernel"], ["rotate_kernel"]),
+        (
+            {"tables": TABLES, "rope_interleaved": True},
+            4,
+            ["rotate_kernel"],
+            ["gather_kernel", "rotate_kernel"],
+        ),
+    ],
+)
+def test_gradients_are_turned_back_by_the_fewest_launches(changes, split, before, after):
+    subject = backward_of(attention(band_hi=0, **changes))
+    assert usable_backward(subject) is None
+    plan = plan_backward_sm90(subject, split=split)
+    assert [x.kernel.fn.__name__ for x in plan.launches] == [*before, *ALWAYS, *after]
+    written = {slot for x in plan.launches for slot in x.tensors.values()}
+    written |= {box.slot for x in plan.launches for box in x.descriptors.values()}
+    assert set(plan.allocate) <= written
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "best"),
+    [
+        (1, 128, 4),
+        (1, 512, 4),
+        (1, 691, 4),
+        (1, 1024, 4),
+        (1, 2048, 2),
+        (2, 128, 4),
+        (4, 512, 2),
+        (2, 1024, 2),
+        (8, 384, 1),
+        (4, 1024, 1),
+        (1, 16384, 1),
+    ],
+)
+def test_groups_are_shared_as_was_measured_to_be_best(batch, length, best):
+    """32/8 heads, D = 128, causal, one H200."""
+    query = Operand.contiguous((batch, length, 8, 4, 128), torch.bfloat16)
+    keys = Operand.contiguous((batch, length, 8, 128), torch.bfloat16)
+    subject = Attention({"q": query, "k": keys, "v": keys}, scale=1.0, band_hi=0)
+    assert split_of(subject, multiprocessors=132) == best
+
+
+def test_a_window_is_as_long_as_it_is_wide():
+    keys = Operand.contiguous((1, 2**20, 1, 64), torch.bfloat16)
+    query = Operand.contiguous((1, 2**20, 1, 8, 64), torch.bfloat16)
+    operands = {"q": query, "k": keys, "v": keys}
+    window = Attention(operands, scale=1.0, band_lo=-100, band_hi=0)
+    assert split_of(window, multiprocessors=132) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"key_mask": True}, "key_mask is given"),
-        ({"tables": ("cos_k", "sin_k")}, "cos_k is given"),
         ({"band_hi": -1, "fill": LOWEST}, "rows may see no key"),
         ({"D": 256}, "head dim is 256, accepted 64 or 128"),
         ({"softcap": 1.0}, "scale is 0.1"),
+        ({"scale": 1e-30}, "scale is 1e-30, accepted 1e-20 or more"),
     ],
 )
 def test_says_why_the_backward_does_not_run(changes, reason):
-    subject = attention(**changes)
-    whole = dataclasses.replace(
-        subject, tensors={**subject.tensors, "grad_out": subject.tensors["q"]}
-    )
-    assert reason in usable_backward(whole)
+    assert reason in usable_backward(backward_of(attention(**changes)))

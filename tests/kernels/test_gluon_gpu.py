@@ -188,15 +188,33 @@ def test_equals_fp64_over_many_tiles(D):
     assert errors(case_of(4, 1111, 1333, 4, 8, D, band_hi=222)) == []
 
 
-def backward_of(case):
+def backward_of(case, split=None):
     inputs = (case.q, case.k, case.v)
     out, lse = attention_forward(*inputs, **case.keywords)
-    return attention_backward_sm90(case.grad_out, *inputs, out, lse, **case.keywords)
+    return attention_backward_sm90(case.grad_out, *inputs, out, lse, split=split, **case.keywords)
 
 
-def gradient_errors(case):
+def gradient_errors(case, split=None):
     case.grad_out = normal(*case.q.shape).to(case.q.dtype)
-    return errors_of(case, dict(zip(("dq", "dk", "dv"), backward_of(case), strict=True)))
+    return errors_of(case, dict(zip(("dq", "dk", "dv"), backward_of(case, split), strict=True)))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("width", ["none", "whole", "part", "k alone", "q alone"])
+@pytest.mark.parametrize(("L", "S", "band"), [(150, 150, {"band_hi": 0}), (129, 333, {})])
+def test_gradients_of_shared_groups_and_of_what_was_turned(L, S, band, width, split, D):
+    """Programs share a group or not; RoPE of the whole head, of interleaved pairs of its first
+    half, of one of q and k."""
+    keywords = dict(band)
+    W = D // 2 if width == "part" else D
+    cos, sin = tables(2, max(L, S), W)
+    if width not in ("none", "k alone"):
+        keywords |= {"cos_q": cos[:, :L], "sin_q": sin[:, :L]}
+    if width not in ("none", "q alone"):
+        keywords |= {"cos_k": cos[:, :S], "sin_k": sin[:, :S]}
+    keywords |= {"rope_start": 0, "rope_interleaved": width == "part"}
+    assert gradient_errors(case_of(2, L, S, 2, 4, D, **keywords), split) == []
 
 
 @pytest.mark.parametrize("D", [64, 128])
