@@ -87,9 +87,12 @@ def _backward(
 
 
 def _weights(*args: Any) -> list[Any]:
+    from .kernels.choice import is_gluon_weights_forward
     from .kernels.weights_forward import plan_weights_forward
 
     tensors, attention = _attention(args[:-1])
+    if is_gluon_weights_forward(attention, args[-1]):
+        raise _Opaque("Inductor launches no Gluon kernels")
     return _launched(plan_weights_forward(attention, args[-1]), tensors)
 
 

@@ -121,12 +121,12 @@ def _cpu_weights(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cuda_weights(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from .kernels.weights_forward import weights_forward
+    from .kernels.choice import weights_forward
 
     q, k, v, named = arguments(args[:-1])
     for absent in ("keep", "sink", "keep_scale", "softcap"):
         del named[absent]
-    return weights_forward(q, k, v, weights_dtype=args[-1], **named)
+    return weights_forward(q, k, v, args[-1], **named)
 
 
 def _cuda(*args: Any) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from . import decode, decode_tiles, gluon_backward, gluon_forward, gluon_weights
+from . import (
+    decode,
+    decode_tiles,
+    gluon_backward,
+    gluon_forward,
+    gluon_weights,
+    gluon_weights_forward,
+)
 from .forward import collect
 from .plan import Attention
 from .weights_backward import WeightsBackward, subject_of
@@ -43,6 +50,11 @@ def is_gluon_weights(subject: WeightsBackward, needs: tuple[bool, bool, bool]) -
     B, L, S, *_ = subject.sizes
     is_long = min(L, S) >= SHORTEST_GIVEN or B * min(L, S) >= MOST_OF_FEW_GIVEN
     return is_long and gluon_weights.unusable(subject, needs) is None
+
+
+def is_gluon_weights_forward(attention: Attention, weights_dtype: torch.dtype) -> bool:
+    """Whether the sm_90 kernel takes this forward that returns its weights."""
+    return gluon_weights_forward.unusable(attention, weights_dtype) is None
 
 
 def is_decode(attention: Attention, multiprocessors: int) -> bool:
@@ -86,6 +98,19 @@ def attention_backward(
         return plain(grad_out, q, k, v, out, lse, needs=needs, **arguments)
     tables = {name: given[name] for name in TABLES if name in given}
     return gluon_backward.attention_backward_sm90(grad_out, q, k, v, out, lse, **tables, **numbers)
+
+
+def weights_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights_dtype: torch.dtype, **arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `weights_forward.weights_forward`, by the kernel that is chosen."""
+    from .weights_forward import weights_forward as plain
+
+    given, attention, _ = _parts(q, k, v, arguments)
+    if not is_gluon_weights_forward(attention, weights_dtype):
+        return plain(q, k, v, weights_dtype=weights_dtype, **arguments)
+    _, multiprocessors = gluon_forward.device_facts(q.device)
+    return gluon_weights_forward.weights_forward_sm90(attention, given, multiprocessors)
 
 
 def weights_backward(

@@ -212,7 +212,11 @@ def plan_forward_sm90(
 @functools.cache
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     """How a box lies in shared memory: rows of 128 bytes, swizzled."""
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    element = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float32: gl.float32,
+    }[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 

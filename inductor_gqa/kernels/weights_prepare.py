@@ -3,9 +3,11 @@ rounded to tf32, V turned.
 
 Grid: tiles of 32 rows of q, then of k, then of v. Hopper's tensor cores take tf32 right operands
 only with the summed dimension contiguous, so V lies as [B, K, E, keys] here, padded with zeros to
-whole vectors; once per call instead of once per tile.
+whole vectors; once per call instead of once per tile. SPLIT: what rounding took away follows,
+rounded itself, as a second tensor behind the first. PAIRED: see `paired`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -17,12 +19,19 @@ from inductor_gqa.kernels.tiles import head_offset, load_tile, offsets, round_to
 
 
 @triton.jit
+def paired(keys):
+    """Place of a key among those of its eight when even ones come first: 0 2 4 6 1 3 5 7. A thread
+    holds scores of keys 2 c and 2 c + 1, and of a left operand columns c and c + 4."""
+    return keys // 8 * 8 + keys % 2 * 4 + keys % 8 // 2
+
+
+@triton.jit
 def prepared_tile(
-    x_ptr, cos_ptr, sin_ptr, y_ptr, rows, n_rows,
+    x_ptr, cos_ptr, sin_ptr, y_ptr, part, rows, n_rows,
     stride_x, stride_xd, stride_cos, stride_cosw, stride_sin, stride_sinw, stride_y,
     START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
-    ROUND: tl.constexpr,
+    ROUND: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One head's rows of q or k."""
     cols = tl.arange(0, DP)
@@ -37,10 +46,21 @@ def prepared_tile(
             sin_ptr, rows, cols - START, is_turned, stride_sin, stride_sinw, n_rows, 0.0
         )
         y = (y.to(tl.float32) * cos + other * (sin * sign[None, :])).to(y_ptr.dtype.element_ty)
-    if ROUND:
-        y = round_to_tf32(y)
     inside = (rows[:, None] < n_rows) & (cols < D)[None, :]
-    tl.store(y_ptr + offsets(rows[:, None], cols[None, :], stride_y, 1), y, mask=inside)
+    store_parts(
+        y_ptr + offsets(rows[:, None], cols[None, :], stride_y, 1), part, y, inside, ROUND, SPLIT
+    )
+
+
+@triton.jit
+def store_parts(at, part, x, inside, ROUND: tl.constexpr, SPLIT: tl.constexpr):
+    """`part`: elements from a rounded number to the rest of it."""
+    near = x
+    if ROUND:
+        near = round_to_tf32(x)
+    tl.store(at, near, mask=inside)
+    if SPLIT:
+        tl.store(at + part, round_to_tf32(x - near), mask=inside)
 
 
 @triton.jit
@@ -52,11 +72,11 @@ def prepare_kernel(
     stride_v_b, stride_v_s, stride_v_k, stride_v_e,
     stride_cos_q_b, stride_cos_q_l, stride_cos_q_w, stride_sin_q_b, stride_sin_q_l, stride_sin_q_w,
     stride_cos_k_b, stride_cos_k_s, stride_cos_k_w, stride_sin_k_b, stride_sin_k_s, stride_sin_k_w,
-    B, L, S, pitch, query_programs, key_programs,
+    B, L, S, pitch, query_programs, key_programs, key_part, value_part,
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr,
     START: tl.constexpr, W_Q: tl.constexpr, W_K: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROUND: tl.constexpr,
+    ROUND: tl.constexpr, SPLIT: tl.constexpr, PAIRED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest: neighbours share the rows of cos and sin in L2.
@@ -70,10 +90,10 @@ def prepare_kernel(
             q_ptr + head_offset(b, k, r, stride_q_b, stride_q_k, stride_q_r),
             cos_q_ptr + b.to(tl.int64) * stride_cos_q_b,
             sin_q_ptr + b.to(tl.int64) * stride_sin_q_b,
-            q_out_ptr + (b.to(tl.int64) * L * K * R + k * R + r) * D, rows, L,
+            q_out_ptr + (b.to(tl.int64) * L * K * R + k * R + r) * D, 0, rows, L,
             stride_q_l, stride_q_d, stride_cos_q_l, stride_cos_q_w, stride_sin_q_l, stride_sin_q_w,
             K * R * D,
-            START, W_Q, INTERLEAVED, D, DP, ROUND,
+            START, W_Q, INTERLEAVED, D, DP, ROUND, False,
         )  # fmt: skip
     elif pid < query_programs + key_programs:
         part = pid - query_programs
@@ -84,10 +104,10 @@ def prepare_kernel(
             k_ptr + head_offset(b, k, k, stride_k_b, stride_k_k, 0),
             cos_k_ptr + b.to(tl.int64) * stride_cos_k_b,
             sin_k_ptr + b.to(tl.int64) * stride_sin_k_b,
-            k_out_ptr + (b.to(tl.int64) * S * K + k) * D, rows, S,
+            k_out_ptr + (b.to(tl.int64) * S * K + k) * D, tl.cast(key_part, tl.int64), rows, S,
             stride_k_s, stride_k_d, stride_cos_k_s, stride_cos_k_w, stride_sin_k_s, stride_sin_k_w,
             K * D,
-            START, W_K, INTERLEAVED, D, DP, ROUND,
+            START, W_K, INTERLEAVED, D, DP, ROUND, SPLIT,
         )  # fmt: skip
     else:
         part = pid - query_programs - key_programs
@@ -99,14 +119,16 @@ def prepare_kernel(
             v_ptr + head_offset(b, k, k, stride_v_b, stride_v_k, 0), rows, stride_v_s, stride_v_e,
             S, 0, EP, E
         )  # fmt: skip
-        if ROUND:
-            v = round_to_tf32(v)
+        places = rows
+        if PAIRED:
+            places = paired(rows)
         to = (
             v_out_ptr
             + (b.to(tl.int64) * K + k) * E * pitch
-            + offsets(cols[:, None], rows[None, :], pitch, 1)
+            + offsets(cols[:, None], places[None, :], pitch, 1)
         )
-        tl.store(to, v.T, mask=(cols < E)[:, None] & (rows < pitch)[None, :])
+        inside = (cols < E)[:, None] & (rows < pitch)[None, :]
+        store_parts(to, tl.cast(value_part, tl.int64), v.T, inside, ROUND, SPLIT)
 
 
 def plan_preparation(
@@ -118,15 +140,33 @@ def plan_preparation(
     say that it is there. A v whose keys are contiguous is then taken as it is.
     """
     tensors = attention.tensors
-    B, L, S, K, R, D, E = attention.sizes
     is_tf32 = attention.dot_precision == "tf32"
-    pitch = -(-S // 16) * 16
-    rows = 32
     wants = {name: f"cos_{name}" in tensors or (is_tf32 and not is_rounded) for name in ("q", "k")}
     wants["v"] = is_tf32 and not (is_rounded and tensors["v"].strides[1] == 1)
     names = {name: f"{name}_prepared" if wants[name] else name for name in wants}
     if not any(wants.values()):
         return {}, (), names
+    scratch, launch = preparation(attention, wants, is_tf32)
+    return scratch, (launch,), names
+
+
+def preparation(
+    attention: Attention,
+    wants: Mapping[str, bool],
+    is_rounded: bool,
+    parts: int = 0,
+    is_paired: bool = False,
+) -> tuple[dict[str, Operand], Launch]:
+    """Writes `x_prepared` for every x of q, k and v that is wanted: [B, L, K, R, D], [B, S, K, D]
+    and [B, K, E, pitch], rounded to tf32 or not.
+
+    `parts` 1 or 2 puts a dimension of that size in front of k and v: rounded numbers, and what
+    rounding took from them.
+    """
+    tensors = attention.tensors
+    B, L, S, K, R, D, E = attention.sizes
+    pitch = -(-S // 16) * 16
+    rows = 32
     programs = {
         "q": -(-L // rows) * B * K * R if wants["q"] else 0,
         "k": -(-S // rows) * B * K if wants["k"] else 0,
@@ -136,8 +176,12 @@ def plan_preparation(
     scalars |= {
         "query_programs": programs["q"],
         "key_programs": programs["k"],
+        "key_part": B * S * K * D,
+        "value_part": B * K * E * pitch,
         "ROWS": rows,
-        "ROUND": is_tf32,
+        "ROUND": is_rounded,
+        "SPLIT": parts == 2,
+        "PAIRED": is_paired,
     }
     scalars |= {
         "K": K,
@@ -164,12 +208,16 @@ def plan_preparation(
         for x in ("q", "k")
     }
     sources = {f"{name}_ptr": name if name in tensors else "q" for name in layouts}
-    sources |= {f"{name}_out_ptr": names[name] for name in ("q", "k", "v")}
+    sources |= {f"{x}_out_ptr": f"{x}_prepared" if wants[x] else x for x in ("q", "k", "v")}
     launch = Launch(
         prepare_kernel, (sum(programs.values()),), sources, scalars, num_warps=4, num_stages=1
     )
-    shapes = {"q": tensors["q"].shape, "k": tensors["k"].shape, "v": (B, K, E, pitch)}
+    in_front = (parts,) if parts else ()
+    shapes = {"q": tensors["q"].shape, "k": (*in_front, *tensors["k"].shape)}
+    shapes["v"] = (*in_front, B, K, E, pitch)
     scratch = {
-        names[x]: Operand.contiguous(shapes[x], tensors[x].dtype) for x in shapes if wants[x]
+        f"{x}_prepared": Operand.contiguous(shapes[x], tensors[x].dtype)
+        for x in shapes
+        if wants[x]
     }
-    return scratch, (launch,), names
+    return scratch, launch

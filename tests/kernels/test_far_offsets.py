@@ -13,7 +13,7 @@ import torch
 from kernels.oracle import Case, errors_of
 from kernels.test_weights_backward import Case as Given
 from kernels.test_weights_backward import errors_of as given_errors
-from kernels.test_weights_forward import errors_of as weights_errors
+from kernels.weights_cases import errors_of as weights_errors
 
 from inductor_gqa.kernels.backward import attention_backward
 from inductor_gqa.kernels.choice import attention_forward as chosen_forward

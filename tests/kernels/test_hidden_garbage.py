@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from kernels.oracle import Case, attention, errors_of, gradients
-from kernels.test_weights_forward import errors_of as weights_errors
+from kernels.weights_cases import errors_of as weights_errors
 
 from inductor_gqa import ops
 from inductor_gqa.kernels import backward, choice, forward
