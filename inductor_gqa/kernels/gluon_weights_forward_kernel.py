@@ -22,7 +22,9 @@ from inductor_gqa.kernels.gluon_tiles import (
     softmax_step,
     store_rotated,
     tile_at,
+    tma,
     tma_load,
+    tma_store,
 )
 
 if WHY_NOT is None:
@@ -96,17 +98,33 @@ def score_tile(
 
 
 @jit
-def store_weights(ptr, p, rows_left, cols_left, pitch):
-    """Nothing reads them soon: they should not push K and V out of L2."""
-    LAYOUT: gl.constexpr = p.type.layout
-    rows = gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    cols = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    at = (ptr + rows * pitch) + cols
-    if cols_left >= BM:
-        gl.store(at, p, mask=(rows < rows_left) & (cols >= 0), cache_modifier=".cs")
+def store_weights(weights, staging, p, bh, row0, col0, L, S, P_TMA: tl.constexpr):
+    """P of one key tile to memory: by the copy engine, or where it cannot write such rows 128 bytes
+    at a time. As they lie in the products, threads would write 32, which took longer than all else.
+    """
+    desc, ptr = weights
+    if P_TMA:
+        tma.store_wait(pendings=0)
+    group_barrier()
+    tile = staging.reshape([BM, BM])
+    tile.store(p)
+    if P_TMA:
+        fence_async_shared()
+        group_barrier()
+        tma_store(desc, [0, bh, row0, 0, col0], staging)
     else:
-        inside = (rows < rows_left) & (cols < cols_left)
-        gl.store(at, p, mask=inside, cache_modifier=".cs")
+        group_barrier()
+        SOME: gl.constexpr = 8  # rows at a time, whose addresses registers have room for
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        rows = gl.arange(0, SOME, layout=gl.SliceLayout(1, WIDE))[:, None]
+        cols = gl.arange(0, BM, layout=gl.SliceLayout(0, WIDE))[None, :]
+        at = (ptr + (bh.to(gl.int64) * L + row0) * S + col0) + rows * S
+        left = L - row0 - rows
+        for i in gl.static_range(0, BM, SOME):
+            inside = (left > 0) & (cols < S - col0)
+            gl.store(at + cols, tile.slice(i, SOME).load(WIDE), mask=inside)
+            at += SOME * S
+            left -= SOME
 
 
 @jit
@@ -119,26 +137,29 @@ def as_left_operand(p, LAYOUT: tl.constexpr):
 
 @jit
 def add_values(
-    acc, p, ring, bars, item, weights_ptr, rows_left, cols_left, pitch, PARTS: tl.constexpr,
-    SLOTS: tl.constexpr, LAYOUT: tl.constexpr,
-):  # fmt: skip
-    """acc + P V of one key tile, and P to memory meanwhile."""
+    acc, p, ring, bars, item, PARTS: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """acc + P V of one key tile."""
     full, empty = bars
     slot = item % SLOTS
     hi = ring.index(slot * PARTS).reshape([D, BM]).permute((1, 0))
     p_hi = nearest(p)
     left = as_left_operand(p_hi, LAYOUT)
     mbarrier.wait(full.index(slot), (item // SLOTS) & 1)
-    acc = warpgroup_mma(left, hi, acc, is_async=True)
     if PARTS == 2:
+        # Tensor cores truncate as they add. Over thousands of keys that would be all of the error:
+        # each tile is summed for itself.
         lo = ring.index(slot * PARTS + 1).reshape([D, BM]).permute((1, 0))
-        acc = warpgroup_mma(left, lo, acc, is_async=True)
         rest = as_left_operand(nearest(p - p_hi), LAYOUT)
-        acc = warpgroup_mma(rest, hi, acc, is_async=True)
-        store_weights(weights_ptr, p, rows_left, cols_left, pitch)
-        acc, left, rest = warpgroup_mma_wait(num_outstanding=0, deps=(acc, left, rest))
+        O_LAYOUT: gl.constexpr = acc.type.layout
+        part = gl.zeros([BM, D], gl.float32, layout=O_LAYOUT)
+        part = warpgroup_mma(rest, hi, part, use_acc=False, is_async=True)
+        part = warpgroup_mma(left, lo, part, is_async=True)
+        part = warpgroup_mma(left, hi, part, is_async=True)
+        part, left, rest = warpgroup_mma_wait(num_outstanding=0, deps=(part, left, rest))
+        acc += part
     else:
-        store_weights(weights_ptr, p, rows_left, cols_left, pitch)
+        acc = warpgroup_mma(left, hi, acc, is_async=True)
         acc, left = warpgroup_mma_wait(num_outstanding=0, deps=(acc, left))
     hand_back(empty.index(slot))
     return acc
@@ -159,14 +180,16 @@ def consumer(
     W: tl.constexpr, given,
     K: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     SLOTS: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, ROPE: tl.constexpr,
+    P_TMA: tl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    q_smem, ring, bars, out_ptr, weights_ptr, lse_ptr, q_rows, tables, sizes, pitch, unit = given
+    q_smem, ring, bars, out_ptr, weights, lse_ptr, q_rows, tables, sizes, unit = given
     n_tiles, B, L, S, band_lo, band_hi = sizes
     q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d = q_rows
-    q_tile = q_smem.index(W).reshape([BM, D])
+    staging = q_smem.index(W)  # of P too: Q is in registers by then
+    q_tile = staging.reshape([BM, D])
     seen = 0  # streamed tiles so far: names slot and phase
     for i in range(my_tiles(n_tiles)):
         b, hk, r, tile_row = tile_at(i, L, B, K, R, GROUPS * BM)
@@ -177,7 +200,9 @@ def consumer(
         position = row0.to(gl.int64)
         from_q = q_ptr + (batch * stride_q_b + position * stride_q_l
                           + hk.to(gl.int64) * stride_q_k + r.to(gl.int64) * stride_q_r)  # fmt: skip
-        group_barrier()  # all warps have read the tile before
+        if P_TMA:
+            tma.store_wait(pendings=0)
+        group_barrier()
         if ROPE:
             cos_ptr, sin_ptr, stride_table_b, stride_table_l, stride_table_w = tables
             table = batch * stride_table_b + position * stride_table_l
@@ -210,14 +235,13 @@ def consumer(
         bh = (b * K + hk) * R + r
         rows = row0 + gl.arange(0, BM, layout=ROWS)
         gl.store(lse_ptr + bh.to(gl.int64) * L + rows, m + gl.log2(total), mask=rows < L)
-        to = weights_ptr + (bh.to(gl.int64) * L + position) * pitch
         if HAS_LO or HAS_HI:
             hidden = gl.zeros([BM, BM], gl.float32, layout=LAYOUT)
             hidden = hidden + gl.where(total > 0, 0.0, inverse * 0.0)[:, None]
             for t in range(first):
-                store_weights(to + t * BM, hidden, L - row0, S - t * BM, pitch)
+                store_weights(weights, staging, hidden, bh, row0, t * BM, L, S, P_TMA)
             for t in range(stop, gl.cdiv(S, BM)):
-                store_weights(to + t * BM, hidden, L - row0, S - t * BM, pitch)
+                store_weights(weights, staging, hidden, bh, row0, t * BM, L, S, P_TMA)
 
         acc = gl.zeros([BM, D], gl.float32, layout=LAYOUT)
         for t in range(n):
@@ -227,10 +251,8 @@ def consumer(
                 HAS_HI, LAYOUT,
             )  # fmt: skip
             p = gl.exp2(s * unit - origin[:, None]) * inverse[:, None]
-            acc = add_values(
-                acc, p, ring, bars, seen + 2 * t + 1, to + col0, L - row0, S - col0, pitch, PARTS,
-                SLOTS, LEFT,
-            )  # fmt: skip
+            store_weights(weights, staging, p, bh, row0, col0, L, S, P_TMA)
+            acc = add_values(acc, p, ring, bars, seen + 2 * t + 1, PARTS, SLOTS, LEFT)
         seen += 2 * n
 
         acc = gl.where((total > 0)[:, None], acc, inverse[:, None] * 0.0)
@@ -238,6 +260,8 @@ def consumer(
         to = out_ptr + ((batch * L + position) * (K * R) + hk * R + r) * D
         at = (to + (rows - row0)[:, None] * (K * R * D)) + cols
         gl.store(at, acc, mask=(rows < L)[:, None] & (cols >= 0))
+    if P_TMA:
+        tma.store_wait(pendings=0)
 
 
 @jit
@@ -272,45 +296,42 @@ def producer(
         seen += 3 * n
 
 
-@jit(do_not_specialize=["n_tiles", "B", "L", "S", "half", "band_lo", "band_hi"])
+@jit(do_not_specialize=["n_tiles", "B", "L", "S", "band_lo", "band_hi"])
 def weights_forward_sm90_kernel(
-    k_desc, v_desc, q_ptr, cos_ptr, sin_ptr, out_ptr, weights_ptr, lse_ptr,
+    k_desc, v_desc, p_desc, q_ptr, cos_ptr, sin_ptr, out_ptr, weights_ptr, lse_ptr,
     stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d,
     stride_table_b, stride_table_l, stride_table_w,
-    n_tiles, B, L, S, half, band_lo, band_hi, unit,
+    n_tiles, B, L, S, band_lo, band_hi, unit,
     K: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     SLOTS: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, ROPE: tl.constexpr,
-    IS_EVEN: tl.constexpr,
+    P_TMA: tl.constexpr,
 ):  # fmt: skip
     # Tiles of K are [keys, lanes] and of V [lanes, keys]: 64 x 64 either way, in one ring.
     ring = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1, 1, BM, 1, D], k_desc.layout)
     q_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, 1, 1, BM, 1, D], k_desc.layout)
     bars = (barriers(SLOTS, 1), barriers(SLOTS, GROUPS))
     fence_async_shared()
-    # Where rows of P are even, two numbers leave at a time.
-    pitch = S
-    if IS_EVEN:
-        pitch = half * 2
     sizes = (n_tiles, B, L, S, band_lo, band_hi)
     q_rows = (q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d)
     tables = (cos_ptr, sin_ptr, stride_table_b, stride_table_l, stride_table_w)
-    given = (q_smem, ring, bars, out_ptr, weights_ptr, lse_ptr, q_rows, tables, sizes, pitch, unit)
+    given = (q_smem, ring, bars, out_ptr, (p_desc, weights_ptr), lse_ptr, q_rows, tables, sizes,
+             unit)
     copied = (k_desc, v_desc, ring, bars, sizes)
     if GROUPS == 3:
         gl.warp_specialize([
-            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE)),
-            (consumer, (1, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE)),
-            (consumer, (2, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE)),
+            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
+            (consumer, (1, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
+            (consumer, (2, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
             (producer, (copied, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE)),
-            (consumer, (1, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE)),
+            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
+            (consumer, (1, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
             (producer, (copied, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE)),
+            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
             (producer, (copied, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI)),
         ], [1], [24])  # fmt: skip

@@ -19,10 +19,13 @@ from inductor_gqa.kernels.tiles import head_offset, load_tile, offsets, round_to
 
 
 @triton.jit
-def paired(keys):
-    """Place of a key among those of its eight when even ones come first: 0 2 4 6 1 3 5 7. A thread
-    holds scores of keys 2 c and 2 c + 1, and of a left operand columns c and c + 4."""
-    return keys // 8 * 8 + keys % 2 * 4 + keys % 8 // 2
+def paired(x):
+    """Rows in another order within every eight: 0 2 4 6 1 3 5 7. A thread holds scores of keys 2 c
+    and 2 c + 1, and of a left operand columns c and c + 4."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    pairs = tl.reshape(x, (ROWS // 8, 4, 2, COLUMNS))
+    return tl.reshape(tl.permute(pairs, (0, 2, 1, 3)), (ROWS, COLUMNS))
 
 
 @triton.jit
@@ -76,7 +79,7 @@ def prepare_kernel(
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr,
     START: tl.constexpr, W_Q: tl.constexpr, W_K: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROUND: tl.constexpr, SPLIT: tl.constexpr, PAIRED: tl.constexpr,
+    ROUND_Q: tl.constexpr, ROUND: tl.constexpr, SPLIT: tl.constexpr, PAIRED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest: neighbours share the rows of cos and sin in L2.
@@ -93,7 +96,7 @@ def prepare_kernel(
             q_out_ptr + (b.to(tl.int64) * L * K * R + k * R + r) * D, 0, rows, L,
             stride_q_l, stride_q_d, stride_cos_q_l, stride_cos_q_w, stride_sin_q_l, stride_sin_q_w,
             K * R * D,
-            START, W_Q, INTERLEAVED, D, DP, ROUND, False,
+            START, W_Q, INTERLEAVED, D, DP, ROUND_Q, False,
         )  # fmt: skip
     elif pid < query_programs + key_programs:
         part = pid - query_programs
@@ -119,13 +122,12 @@ def prepare_kernel(
             v_ptr + head_offset(b, k, k, stride_v_b, stride_v_k, 0), rows, stride_v_s, stride_v_e,
             S, 0, EP, E
         )  # fmt: skip
-        places = rows
         if PAIRED:
-            places = paired(rows)
+            v = paired(v)
         to = (
             v_out_ptr
             + (b.to(tl.int64) * K + k) * E * pitch
-            + offsets(cols[:, None], places[None, :], pitch, 1)
+            + offsets(cols[:, None], rows[None, :], pitch, 1)
         )
         inside = (cols < E)[:, None] & (rows < pitch)[None, :]
         store_parts(to, tl.cast(value_part, tl.int64), v.T, inside, ROUND, SPLIT)
@@ -161,7 +163,7 @@ def preparation(
     and [B, K, E, pitch], rounded to tf32 or not.
 
     `parts` 1 or 2 puts a dimension of that size in front of k and v: rounded numbers, and what
-    rounding took from them.
+    rounding took from them; q is then left to the attention to round.
     """
     tensors = attention.tensors
     B, L, S, K, R, D, E = attention.sizes
@@ -179,6 +181,7 @@ def preparation(
         "key_part": B * S * K * D,
         "value_part": B * K * E * pitch,
         "ROWS": rows,
+        "ROUND_Q": is_rounded and parts == 0,
         "ROUND": is_rounded,
         "SPLIT": parts == 2,
         "PAIRED": is_paired,

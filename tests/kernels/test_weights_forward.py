@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels.compile_claims import assert_compiles
 from kernels.oracle import Case
-from kernels.weights_cases import DTYPES, FLOOR_IN_EPS, errors_of, make_case, results
+from kernels.weights_cases import DTYPES, FLOOR_IN_EPS, errors_of, make_case, results, rounded
 
 from inductor_gqa.kernels.configs import Tiles
 from inductor_gqa.kernels.plan import Attention, Operand
@@ -65,10 +65,6 @@ def test_weights_come_in_fp32_beside_bf16_inputs(device):
     sums = weights.double().sum(-1)
     assert (sums - 1).abs().max().item() <= FLOOR_IN_EPS * torch.finfo(torch.float32).eps
     assert weights.triu(1).count_nonzero().item() == 0
-
-
-def rounded(x):
-    return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
 
 
 @pytest.mark.parametrize("rules", [(), ("causal", "padded", "lowest")])

@@ -19,9 +19,31 @@ def results(case, dtype):
     return out, weights.permute(0, 2, 3, 1, 4), lse
 
 
-def errors_of(case, ours, eps=None):
-    """One sentence for each result that is further off than twice eager, or than a few ulps
-    where eager is close."""
+def rounded(x):
+    """Nearest tf32 values."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+
+
+def rounded_case(case):
+    """The case as tf32 products see it: q and k rotated (halves, from lane 0 on), all rounded."""
+    keywords = {name: x for name, x in case.keywords.items() if name[:4] not in ("cos_", "sin_")}
+
+    def turned(x, side):
+        if f"cos_{side}" not in case.keywords:
+            return rounded(x)
+        cos, sin = (case.keywords[f"{name}_{side}"] for name in ("cos", "sin"))
+        W, heads = cos.shape[-1], (1,) * (x.dim() - 3)
+        cos, sin = (t.reshape(*t.shape[:2], *heads, W) for t in (cos, sin))
+        lanes, rest = x[..., :W], x[..., W:]
+        partners = torch.cat((-lanes[..., W // 2 :], lanes[..., : W // 2]), -1)
+        return rounded(torch.cat((lanes * cos + partners * sin, rest), -1))
+
+    return Case(turned(case.q, "q"), turned(case.k, "k"), rounded(case.v), keywords)
+
+
+def errors_of(case, ours, eps=None, near=None):
+    """One sentence for each result that is further off than twice `near` (eager if None), or than a
+    few ulps where that is close."""
     dtype = case.q.dtype
     eps = eps or max(torch.finfo(dtype).eps, FLOOR_IN_EPS * torch.finfo(torch.float32).eps)
     wrong = []
@@ -29,7 +51,7 @@ def errors_of(case, ours, eps=None):
         ("out", "weights", "lse"),
         ours,
         results(case, torch.float64),
-        results(case, dtype),
+        near or results(case, dtype),
         strict=True,
     )
     for name, x, true, near in claims:
