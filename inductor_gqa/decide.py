@@ -145,8 +145,8 @@ def joins(weights: list[torch.fx.Node], x: torch.fx.Node) -> bool:
 
 
 def joins_forward(weights: list[torch.fx.Node], x: torch.fx.Node, precision: str) -> bool:
-    """Whether layers of these weights [N_i, C] with the one input [T, C] are computed together, in
-    fp32 of the given precision."""
+    """Whether layers of these weights, given as [C, N_i], with the one input [T, C] are computed
+    together, in fp32 of the given precision."""
     value = x.meta["val"]
     if not JOINS_FORWARD or value.device.type != "cuda" or value.dtype is not torch.float32:
         return False
