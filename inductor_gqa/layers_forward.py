@@ -38,31 +38,40 @@ PARTS = ("recompute", "ac_graph_id", "partitioner_tag")
 
 @dataclass(frozen=True)
 class Layer:
-    """Y = X W^T: `mm` multiplies `x` [T, C] by a transposed view of W [N, C]."""
+    """Y = X W^T. `group`: what layers of one op have in common, as X [T, C] and the precision;
+    `weight` is the transposed view of W [N, C]."""
 
-    mm: Node
-    x: Matrix
+    group: Hashable
+    weight: Matrix
 
 
 def join(graph: torch.fx.Graph) -> int:
     """Rewrites all layers of the graph that pay, before it is sorted; returns how many ops it
     wrote."""
     matrices: dict[Node, Matrix | None] = {}
-    groups: dict[Hashable, dict[Node, Layer]] = {}
+    precisions: dict[Hashable, str] = {}
+    groups: dict[Hashable, dict[Matrix, list[Node]]] = {}
     for node in graph.nodes:
         if node.target not in FORWARDS or node.meta["val"][0].dtype is not torch.float32:
             continue
         for mm in _around(node):
             layer = _layer(mm, matrices)
             if layer is not None:
-                parts = tuple(mm.meta.get(name) for name in PARTS)
-                key = (layer.x, node.args[PRECISION], *parts)
-                groups.setdefault(key, {})[mm] = layer
+                precisions[layer.group] = node.args[PRECISION]
+                groups.setdefault(layer.group, {})[layer.weight] = []
+    if not groups:
+        return 0
+    # All that multiply the same: as matmuls they would become one.
+    for mm in graph.find_nodes(op="call_function", target=aten.mm.default):
+        layer = _layer(mm, matrices)
+        if layer is not None and layer.weight in groups.get(layer.group, ()):
+            groups[layer.group][layer.weight].append(mm)
     written = 0
-    for (_, precision, *_), found in groups.items():  # type: ignore[misc]
-        mms = list(found)
-        for first in range(0, len(mms), decide.JOINED_FORWARD_LAYERS):
-            written += _write(mms[first : first + decide.JOINED_FORWARD_LAYERS], precision)
+    for group, found in groups.items():
+        equals = list(found.values())
+        for first in range(0, len(equals), decide.JOINED_FORWARD_LAYERS):
+            chosen = equals[first : first + decide.JOINED_FORWARD_LAYERS]
+            written += _write(chosen, precisions[group])
     return written
 
 
@@ -103,27 +112,29 @@ def _layer(mm: Node, matrices: dict[Node, Matrix | None]) -> Layer | None:
     # The strides of a matrix are those beside a contiguous source; a weight may be none.
     if values[1].stride(0) != 1 or any(x.dtype is not torch.float32 for x in values):
         return None
-    return Layer(mm, x)
+    return Layer((x, *(mm.meta.get(name) for name in PARTS)), weight)
 
 
-def _write(mms: list[Node], precision: str) -> int:
-    """The op in front of the first matmul that it replaces (the graph is sorted afterwards);
-    returns 1, or 0 where it would not pay or one of the operands needs one of the results."""
+def _write(equals: list[list[Node]], precision: str) -> int:
+    """The op in front of a matmul that it replaces (the graph is sorted afterwards), with one layer
+    for matmuls that are equal; returns 1, or 0 where it would not pay or one of the operands needs
+    one of the results."""
+    mms = [same[0] for same in equals]
     # Read here: what another op has replaced is replaced in the arguments too.
     x: Any = mms[0].args[0]
     transposed: list[Any] = [mm.args[1] for mm in mms]
-    if depends([x, *transposed], mms):
+    if depends([x, *transposed], [mm for same in equals for mm in same]):
         return 0
     if not decide.joins_forward(transposed, x, precision):
         return 0
     emit = Emitter(mms[0], mms[0])
     weights = [_turned(weight, emit) for weight in transposed]
     made = emit.call(ops.linear_forward, x, weights, precision)
-    for n, mm in enumerate(mms):
+    for n, same in enumerate(equals):
         result = emit.call(operator.getitem, made, n)
-        if rewrite.shows_layout(mm):
-            result = emit.laid_out_as(result, mm)
-        mm.replace_all_uses_with(result)
+        for mm in same:
+            shown = emit.laid_out_as(result, mm) if rewrite.shows_layout(mm) else result
+            mm.replace_all_uses_with(shown)
     return 1
 
 

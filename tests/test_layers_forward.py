@@ -54,17 +54,13 @@ def seeds():
     ("setting", "precision"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")]
 )
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_program_that_returns_its_weights(is_causal, setting, precision, asked, monkeypatch):
+def test_program_that_returns_its_weights(is_causal, setting, precision, asked):
     programs = seeds()
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "none")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:
         arguments = programs.inputs_075(1, 24, is_causal, "cpu")
-        # The last product makes the angles of the rotation.
-        seen = joined(
-            programs.forward_075, *arguments, count=2, left=1, sites=WITH_WEIGHTS, train=False
-        )
+        seen = joined(programs.forward_075, *arguments, count=2, left=0, sites=WITH_WEIGHTS)
     finally:
         torch.set_float32_matmul_precision(before)
     assert sorted(asked) == [(1, precision), (3, precision)]
@@ -215,8 +211,14 @@ def test_keys_and_values_of_another_sequence():
     ids=lambda x: getattr(x, "__name__", x),
 )  # fmt: skip
 def test_other_spellings(kind, count, left):
-    # Layers of one matrix are the same product once common expressions are merged.
     joined(kind(), *inputs(), count=count, left=left)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [(Tied, 2), (Shared, 3), (Escaping, 3)])
+def test_equal_matmuls_are_one_layer(kind, layers):
+    seen = joined(kind(), *inputs(), count=2, left=0)
+    given = [n.args[1] for g in seen.graphs for n in g.graph.nodes if str(n.target) == JOINED]
+    assert sorted(map(len, given)) == [1, layers]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
