@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from fused import BACKWARD, FORWARD, WITH_WEIGHTS, run
 from test_layers import Block as Plain
-from test_layers import C, D, H, K, L, LengthFirst, Packed, Shared, Tied, Views, inputs
+from test_layers import C, D, H, L, LengthFirst, Packed, Shared, Tied, Views, inputs
 from torch import nn
 
 from inductor_gqa import decide

@@ -12,11 +12,13 @@ import torch
 
 from inductor_gqa import reference
 from inductor_gqa.kernels.decode import multiprocessors_of
-from inductor_gqa.kernels.linear_forward_kernel import linear_forward_kernel
-from inductor_gqa.kernels.plan import Descriptor, Launch, Operand, Plan, execute
+from inductor_gqa.kernels.linear_forward_kernel import linear_forward_kernel, split_kernel
+from inductor_gqa.kernels.plan import Descriptor, Launch, Operand, Plan, execute, named_strides
 
 MOST = 3  # layers that one launch takes
 EXPLICIT = True  # whether the kernel splits operands itself, or Triton's "tf32x3" does
+# Rows and columns that a program of the split before takes.
+SPLIT_ROWS, SPLIT_COLUMNS = 16, 128
 # Offsets within a tile are of 32 bits.
 LONGEST_STRIDE = 2**23
 
@@ -91,8 +93,10 @@ def plan_linear_forward(
     use_descriptors: bool | None = None,
     tiles: LinearTiles | None = None,
     is_explicit: bool | None = None,
+    is_split_before: bool = False,
 ) -> Plan:
-    """One launch. Results: y0, y1, ... [T, N_i], contiguous. Slots of inputs: x, w0, w1, ...
+    """One launch, or two where operands are split before. Results: y0, y1, ... [T, N_i],
+    contiguous. Slots of inputs: x, w0, w1, ...
 
     `use_descriptors` None: where the device and the strides allow it; True overrules the device,
     not the strides.
@@ -103,31 +107,33 @@ def plan_linear_forward(
         tiles = linear_tiles(tokens, widths, precision, capability, multiprocessors)
     if use_descriptors is None:
         use_descriptors = capability is not None and capability >= (9, 0)
+    last = len(weights) - 1
     slots = {"x": x} | {f"w{i}": w for i, w in enumerate(weights)}
+    sizes: dict[str, Any] = {"T": tokens, "C": columns}
+    sizes |= {f"n{i}": widths[i] if i <= last else 0 for i in range(MOST)}
+    results = {f"y{i}": Operand.contiguous((tokens, n), x.dtype) for i, n in enumerate(widths)}
+    allocate, launches, prefix = dict(results), [], ""
+    if is_split_before:
+        prefix = "split_"
+        scratch, launch = _split(slots, sizes, has_low=precision == "ieee")
+        allocate, launches, slots = scratch | results, [launch], scratch
     is_described = use_descriptors and all(map(_is_describable, slots.values()))
-    allocate = {f"y{i}": Operand.contiguous((tokens, n), x.dtype) for i, n in enumerate(widths)}
 
-    tensors: dict[str, str] = {}
+    tensors: dict[str, str] = {f"y{i}_ptr": f"y{min(i, last)}" for i in range(MOST)}
     boxes: dict[str, Descriptor] = {}
-    scalars: dict[str, Any] = {"stride_x_t": x.strides[0], "stride_x_c": x.strides[1]}
-    # What is beyond the last layer is never touched.
-    named = [("x", "x"), *((f"w{i}", f"w{min(i, len(weights) - 1)}") for i in range(MOST))]
-    for name, slot in named:
-        operand = slots[slot]
+    for name, slot in _parameters(last):
+        operand = slots[prefix + slot]
         if is_described:
             block = (tiles.BM if name == "x" else tiles.BN, tiles.BK)
-            boxes[f"{name}_src"] = Descriptor(slot, operand.shape, operand.strides, block)
+            box = Descriptor(prefix + slot, operand.shape, operand.strides, block)
+            boxes[f"{name}_src"] = box
         else:
-            tensors[f"{name}_src"] = slot
-    for i in range(MOST):
-        last = min(i, len(weights) - 1)
-        tensors[f"y{i}_ptr"] = f"y{last}"
-        scalars[f"stride_w{i}_n"], scalars[f"stride_w{i}_c"] = weights[last].strides
-        scalars[f"n{i}"] = widths[i] if i < len(weights) else 0
-    scalars |= {"T": tokens, "C": columns, "PARTS": len(weights), "PRECISION": precision}
+            tensors[f"{name}_src"] = prefix + slot
+    scalars = sizes | _strides(slots, last, prefix)
     scalars |= {"BM": tiles.BM, "BN": tiles.BN, "BK": tiles.BK, "WHOLE": columns % tiles.BK == 0}
-    scalars |= {"TMA": is_described, "READY": False}
+    scalars |= {"PARTS": len(weights), "PRECISION": precision, "TMA": is_described}
     scalars |= {"EXPLICIT": EXPLICIT if is_explicit is None else is_explicit}
+    scalars |= {"READY": is_split_before}
     programs = -(-tokens // tiles.BM) * sum(-(-n // tiles.BN) for n in widths)
     launch = Launch(
         linear_forward_kernel,
@@ -138,7 +144,43 @@ def plan_linear_forward(
         tiles.num_stages,
         boxes,
     )
-    return Plan(allocate, (launch,), tuple(allocate))
+    return Plan(allocate, (*launches, launch), tuple(results))
+
+
+def _parameters(last: int) -> list[tuple[str, str]]:
+    """Matrices by what a kernel calls them, and whose slot each is: what is beyond the last layer
+    is never touched."""
+    return [("x", "x"), *((f"w{i}", f"w{min(i, last)}") for i in range(MOST))]
+
+
+def _strides(slots: dict[str, Operand], last: int, prefix: str = "") -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, slot in _parameters(last):
+        found |= named_strides(name, slots[prefix + slot], "tc" if name == "x" else "nc")
+    return found
+
+
+def _split(
+    slots: dict[str, Operand], sizes: dict[str, Any], has_low: bool
+) -> tuple[dict[str, Operand], Launch]:
+    """Copies of all matrices in tf32, and the launch that makes them. Rows begin on multiples of 16
+    bytes."""
+    columns, last = sizes["C"], len(slots) - 2
+    pitch = -(-columns // 4) * 4
+    scratch = {
+        f"split_{name}": Operand.contiguous(
+            (x.shape[0] * (2 if has_low else 1), columns), x.dtype, pitch
+        )
+        for name, x in slots.items()
+    }
+    parameters = _parameters(last)
+    tensors = {f"{name}_ptr": slot for name, slot in parameters}
+    tensors |= {f"{name}_out_ptr": f"split_{slot}" for name, slot in parameters}
+    scalars = sizes | _strides(slots, last) | {"pitch": pitch, "HAS_LOW": has_low}
+    scalars |= {"ROWS": SPLIT_ROWS, "COLUMNS": SPLIT_COLUMNS}
+    rows = sum(-(-x.shape[0] // SPLIT_ROWS) for x in slots.values())
+    grid = (rows, -(-columns // SPLIT_COLUMNS))
+    return scratch, Launch(split_kernel, grid, tensors, scalars, 4, 1)
 
 
 def _is_describable(x: Operand) -> bool:

@@ -6,8 +6,7 @@ sums hi lo' + lo hi' + hi hi', which is as exact as fp32. Either is done in regi
 `split_kernel` before (READY): what it stores holds hi, then lo as more rows.
 """
 
-# ruff: noqa: RET505, SIM108 (Triton compiles both ways out of a branch only when they are spelt
-# out)
+# ruff: noqa: RET505 (Triton compiles both ways out of a branch only when they are spelt out)
 
 import triton
 import triton.language as tl
@@ -129,3 +128,56 @@ def linear_forward_kernel(
                 (stride_w2_n, stride_w2_c), T, C, n2,
                 BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
             )  # fmt: skip
+
+
+@triton.jit
+def split_tile(
+    source, out_ptr, row, col, stride_row, stride_col, n_rows, C, pitch,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_LOW: tl.constexpr,
+):  # fmt: skip
+    x = operand_tile(
+        source, row, col, n_rows, C, stride_row, stride_col, ROWS, COLUMNS, False, False
+    )
+    rows = row + tl.arange(0, ROWS)[:, None]
+    cols = col + tl.arange(0, COLUMNS)[None, :]
+    at = out_ptr + rows.to(tl.int64) * pitch + cols
+    inside = (rows < n_rows) & (cols < C)
+    high = high_part(x)
+    tl.store(at, high, mask=inside)
+    if HAS_LOW:
+        tl.store(at + tl.cast(n_rows, tl.int64) * pitch, x - high, mask=inside)
+
+
+@triton.jit
+def split_kernel(
+    x_ptr, w0_ptr, w1_ptr, w2_ptr, x_out_ptr, w0_out_ptr, w1_out_ptr, w2_out_ptr,
+    stride_x_t, stride_x_c, stride_w0_n, stride_w0_c, stride_w1_n, stride_w1_c, stride_w2_n,
+    stride_w2_c, T, C, n0, n1, n2, pitch,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_LOW: tl.constexpr,
+):  # fmt: skip
+    """High parts of X and of each W_i, below them their low parts; rows at `pitch`."""
+    end_x = tl.cdiv(T, ROWS)
+    end0 = end_x + tl.cdiv(n0, ROWS)
+    end1 = end0 + tl.cdiv(n1, ROWS)
+    at = tl.program_id(0)
+    col = tl.program_id(1) * COLUMNS
+    if at < end_x:
+        split_tile(
+            x_ptr, x_out_ptr, at * ROWS, col, stride_x_t, stride_x_c, T, C, pitch,
+            ROWS, COLUMNS, HAS_LOW,
+        )  # fmt: skip
+    elif at < end0:
+        split_tile(
+            w0_ptr, w0_out_ptr, (at - end_x) * ROWS, col, stride_w0_n, stride_w0_c, n0, C, pitch,
+            ROWS, COLUMNS, HAS_LOW,
+        )  # fmt: skip
+    elif at < end1:
+        split_tile(
+            w1_ptr, w1_out_ptr, (at - end0) * ROWS, col, stride_w1_n, stride_w1_c, n1, C, pitch,
+            ROWS, COLUMNS, HAS_LOW,
+        )  # fmt: skip
+    else:
+        split_tile(
+            w2_ptr, w2_out_ptr, (at - end1) * ROWS, col, stride_w2_n, stride_w2_c, n2, C, pitch,
+            ROWS, COLUMNS, HAS_LOW,
+        )  # fmt: skip

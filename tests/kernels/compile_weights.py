@@ -108,6 +108,7 @@ def linear_plan(C, dtype, T, rules, capability):
         use_descriptors=False if "pointers" in rules else None,
         tiles=linear_forward.LinearTiles(*map(int, sizes[0].split("x"))) if sizes else None,
         is_explicit="triton" not in rules,
+        is_split_before="ready" in rules,
     )
     return tensors, plan
 
