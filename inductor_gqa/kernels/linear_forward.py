@@ -13,7 +13,7 @@ import torch
 from inductor_gqa import reference
 from inductor_gqa.kernels.decode import multiprocessors_of
 from inductor_gqa.kernels.linear_forward_kernel import linear_forward_kernel, split_kernel
-from inductor_gqa.kernels.plan import Descriptor, Launch, Operand, Plan, execute, named_strides
+from inductor_gqa.kernels.plan import Descriptor, Launch, Operand, Plan, execute
 
 MOST = 3  # layers that one launch takes
 EXPLICIT = True  # whether the kernel splits operands itself, or Triton's "tf32x3" does
@@ -40,14 +40,14 @@ TILES = {
         LinearTiles(128, 64, 32, 8, 3),
         LinearTiles(64, 64, 32, 4, 3),
         LinearTiles(64, 32, 32, 4, 4),
-        LinearTiles(32, 32, 64, 4, 3),
+        LinearTiles(32, 32, 32, 4, 4),
     ),
     "tf32": (
         LinearTiles(128, 128, 32, 8, 3),
         LinearTiles(128, 64, 32, 8, 3),
         LinearTiles(64, 64, 32, 4, 4),
-        LinearTiles(64, 32, 64, 4, 4),
-        LinearTiles(32, 32, 64, 4, 4),
+        LinearTiles(64, 32, 32, 4, 4),
+        LinearTiles(32, 32, 32, 4, 5),
     ),
 }
 
@@ -56,6 +56,9 @@ def unusable(weights: Sequence[Operand], x: Operand) -> str | None:
     """Why the kernel cannot compute these layers, or None. Shapes are [N_i, C] and [T, C]."""
     if not 0 < len(weights) <= MOST:
         return f"{len(weights)} layers share the input, accepted 1 to {MOST}"
+    columns = sorted({w.strides[1] for w in weights})
+    if len(columns) > 1:
+        return f"column strides of the weights are {columns}, accepted equal ones"
     for operand in (*weights, x):
         if operand.dtype != torch.float32:
             return f"dtype is {operand.dtype}, accepted torch.float32"
@@ -154,9 +157,11 @@ def _parameters(last: int) -> list[tuple[str, str]]:
 
 
 def _strides(slots: dict[str, Operand], last: int, prefix: str = "") -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name, slot in _parameters(last):
-        found |= named_strides(name, slots[prefix + slot], "tc" if name == "x" else "nc")
+    """Of rows, and of columns, which the weights have in common."""
+    x, w0 = slots[f"{prefix}x"], slots[f"{prefix}w0"]
+    found = {"stride_x_t": x.strides[0], "stride_x_c": x.strides[1], "stride_w_c": w0.strides[1]}
+    for name, slot in _parameters(last)[1:]:
+        found[f"stride_{name}_n"] = slots[prefix + slot].strides[0]
     return found
 
 

@@ -97,8 +97,7 @@ def layer(
 @triton.jit
 def linear_forward_kernel(
     x_src, w0_src, w1_src, w2_src, y0_ptr, y1_ptr, y2_ptr,
-    stride_x_t, stride_x_c, stride_w0_n, stride_w0_c, stride_w1_n, stride_w1_c, stride_w2_n,
-    stride_w2_c, T, C, n0, n1, n2,
+    stride_x_t, stride_x_c, stride_w0_n, stride_w1_n, stride_w2_n, stride_w_c, T, C, n0, n1, n2,
     PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXPLICIT: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
@@ -109,25 +108,52 @@ def linear_forward_kernel(
     row = tile // end2 * BM
     at = tile % end2
     strides_x = (stride_x_t, stride_x_c)
-    if at < end0:
+    if TMA:
+        # No branch may choose a descriptor.
+        if at < end0:
+            layer(
+                x_src, w0_src, y0_ptr, row, at * BN, strides_x, (stride_w0_n, stride_w_c), T, C,
+                n0, BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
+            )  # fmt: skip
+        if PARTS > 1:  # noqa: SIM102
+            if (at >= end0) & (at < end1):
+                layer(
+                    x_src, w1_src, y1_ptr, row, (at - end0) * BN, strides_x,
+                    (stride_w1_n, stride_w_c), T, C, n1,
+                    BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
+                )  # fmt: skip
+        if PARTS > 2:  # noqa: SIM102
+            if at >= end1:
+                layer(
+                    x_src, w2_src, y2_ptr, row, (at - end1) * BN, strides_x,
+                    (stride_w2_n, stride_w_c), T, C, n2,
+                    BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
+                )  # fmt: skip
+    else:
+        # One loop for all layers: three of them spill on sm_80.
+        w_src = w0_src
+        y_ptr = y0_ptr
+        first = tl.cast(at, tl.int32)
+        N = tl.cast(n0, tl.int32)
+        stride_w_n = tl.cast(stride_w0_n, tl.int32)
+        if PARTS > 1:  # noqa: SIM102
+            if at >= end0:
+                w_src = w1_src
+                y_ptr = y1_ptr
+                first = at - end0
+                N = tl.cast(n1, tl.int32)
+                stride_w_n = tl.cast(stride_w1_n, tl.int32)
+        if PARTS > 2:  # noqa: SIM102
+            if at >= end1:
+                w_src = w2_src
+                y_ptr = y2_ptr
+                first = at - end1
+                N = tl.cast(n2, tl.int32)
+                stride_w_n = tl.cast(stride_w2_n, tl.int32)
         layer(
-            x_src, w0_src, y0_ptr, row, at * BN, strides_x, (stride_w0_n, stride_w0_c), T, C, n0,
+            x_src, w_src, y_ptr, row, first * BN, strides_x, (stride_w_n, stride_w_c), T, C, N,
             BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
         )  # fmt: skip
-    if PARTS > 1:  # noqa: SIM102
-        if (at >= end0) & (at < end1):
-            layer(
-                x_src, w1_src, y1_ptr, row, (at - end0) * BN, strides_x,
-                (stride_w1_n, stride_w1_c), T, C, n1,
-                BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
-            )  # fmt: skip
-    if PARTS > 2:  # noqa: SIM102
-        if at >= end1:
-            layer(
-                x_src, w2_src, y2_ptr, row, (at - end1) * BN, strides_x,
-                (stride_w2_n, stride_w2_c), T, C, n2,
-                BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
-            )  # fmt: skip
 
 
 @triton.jit
@@ -151,8 +177,8 @@ def split_tile(
 @triton.jit
 def split_kernel(
     x_ptr, w0_ptr, w1_ptr, w2_ptr, x_out_ptr, w0_out_ptr, w1_out_ptr, w2_out_ptr,
-    stride_x_t, stride_x_c, stride_w0_n, stride_w0_c, stride_w1_n, stride_w1_c, stride_w2_n,
-    stride_w2_c, T, C, n0, n1, n2, pitch,
+    stride_x_t, stride_x_c, stride_w0_n, stride_w1_n, stride_w2_n, stride_w_c, T, C, n0, n1, n2,
+    pitch,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_LOW: tl.constexpr,
 ):  # fmt: skip
     """High parts of X and of each W_i, below them their low parts; rows at `pitch`."""
@@ -168,16 +194,16 @@ def split_kernel(
         )  # fmt: skip
     elif at < end0:
         split_tile(
-            w0_ptr, w0_out_ptr, (at - end_x) * ROWS, col, stride_w0_n, stride_w0_c, n0, C, pitch,
+            w0_ptr, w0_out_ptr, (at - end_x) * ROWS, col, stride_w0_n, stride_w_c, n0, C, pitch,
             ROWS, COLUMNS, HAS_LOW,
         )  # fmt: skip
     elif at < end1:
         split_tile(
-            w1_ptr, w1_out_ptr, (at - end0) * ROWS, col, stride_w1_n, stride_w1_c, n1, C, pitch,
+            w1_ptr, w1_out_ptr, (at - end0) * ROWS, col, stride_w1_n, stride_w_c, n1, C, pitch,
             ROWS, COLUMNS, HAS_LOW,
         )  # fmt: skip
     else:
         split_tile(
-            w2_ptr, w2_out_ptr, (at - end1) * ROWS, col, stride_w2_n, stride_w2_c, n2, C, pitch,
+            w2_ptr, w2_out_ptr, (at - end1) * ROWS, col, stride_w2_n, stride_w_c, n2, C, pitch,
             ROWS, COLUMNS, HAS_LOW,
         )  # fmt: skip

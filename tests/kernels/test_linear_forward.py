@@ -84,7 +84,7 @@ def test_any_shape(device, precision, way, data):
 @given(data=st.data())
 def test_any_tiles(device, precision, data):
     sizes = [data.draw(st.sampled_from((16, 32, 64))) for _ in range(3)]
-    x, weights = problem(device, 51, 100, (40, 72), seed=1)
+    x, weights = problem(device, 35, 50, (20, 36), seed=1)
     tiles = LinearTiles(*sizes, 4, 2)
     assert faults(x, weights, precision, tiles=tiles) == []
 
@@ -176,6 +176,7 @@ def matrix(rows, columns, dtype=torch.float32, **more):
         ("torch.float64", [matrix(8, 16)], matrix(5, 16, torch.float64)),
         ("shape is (0, 16)", [matrix(8, 16)], matrix(0, 16)),
         ("shape is (8, 0)", [matrix(8, 0)], matrix(5, 0)),
+        ("column strides", [matrix(8, 16), matrix(8, 16, strides=(1, 8))], matrix(5, 16)),
         ("strides are", [matrix(8, 16, strides=(LONGEST_STRIDE + 1, 1))], matrix(5, 16)),
     ],
 )
@@ -245,4 +246,6 @@ def test_kernels_fit_registers_and_shared_memory(sm):
         for tiles in known
     ]
     cases += [f"linear-C1021-fp32-T500-pointers-single-{p}" for p in PRECISIONS]
+    cases += [f"linear-C1024-fp32-T512-ready-{p}-tiles128x128x32x8x3" for p in PRECISIONS]
+    cases += ["linear-C1024-fp32-T512-triton-tiles64x64x32x4x3"]
     assert_compiles(sm, cases)
