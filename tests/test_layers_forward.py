@@ -76,6 +76,12 @@ def test_four_layers_of_a_training_step_become_two_ops():
     joined(Plain(), *inputs(), count=2, left=8, train=True)
 
 
+def test_layers_and_their_gradients_are_joined(monkeypatch):
+    monkeypatch.setattr(decide, "joins", lambda weights, x: True)
+    seen = joined(Plain(), *inputs(), count=2, left=0, train=True)
+    assert seen.count("inductor_gqa.linear_backward.default") == 2
+
+
 def test_generated_code_runs():
     joined(Plain(), *inputs(), count=2, left=0, codegen=True)
 

@@ -110,7 +110,7 @@ def test_views_among_garbage(device, precision, use_descriptors, way):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_any_strides(device, precision):
     """Columns that are not contiguous, rows that are one."""
-    x, weights = problem(device, 19, 44, (33, 8))
+    x, weights = problem(device, 19, 44, (33, 33))
     turned = [w.mT.contiguous().mT for w in weights]
     assert faults(x.mT.contiguous().mT, turned, precision) == []
     assert faults(x[:1].expand(19, -1), weights, precision, use_descriptors=True) == []
