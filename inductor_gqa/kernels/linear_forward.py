@@ -17,6 +17,7 @@ from inductor_gqa.kernels.plan import Descriptor, Launch, Operand, Plan, execute
 
 MOST = 3  # layers that one launch takes
 EXPLICIT = True  # whether the kernel splits operands itself, or Triton's "tf32x3" does
+POINTER_STAGES = 3  # with four, addresses spill on sm_100
 # Rows and columns that a program of the split before takes.
 SPLIT_ROWS, SPLIT_COLUMNS = 16, 128
 # Offsets within a tile are of 32 bits.
@@ -106,8 +107,6 @@ def plan_linear_forward(
     """
     tokens, columns = x.shape
     widths = [w.shape[0] for w in weights]
-    if tiles is None:
-        tiles = linear_tiles(tokens, widths, precision, capability, multiprocessors)
     if use_descriptors is None:
         use_descriptors = capability is not None and capability >= (9, 0)
     last = len(weights) - 1
@@ -121,7 +120,10 @@ def plan_linear_forward(
         scratch, launch = _split(slots, sizes, has_low=precision == "ieee")
         allocate, launches, slots = scratch | results, [launch], scratch
     is_described = use_descriptors and all(map(_is_describable, slots.values()))
-
+    if tiles is None:
+        tiles = linear_tiles(tokens, widths, precision, capability, multiprocessors)
+        if not is_described:
+            tiles = tiles._replace(num_stages=min(tiles.num_stages, POINTER_STAGES))
     tensors: dict[str, str] = {f"y{i}_ptr": f"y{min(i, last)}" for i in range(MOST)}
     boxes: dict[str, Descriptor] = {}
     for name, slot in _parameters(last):
