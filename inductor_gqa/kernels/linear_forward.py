@@ -17,7 +17,6 @@ from inductor_gqa.kernels.plan import Descriptor, Launch, Operand, Plan, execute
 
 MOST = 3  # layers that one launch takes
 EXPLICIT = True  # whether the kernel splits operands itself, or Triton's "tf32x3" does
-POINTER_STAGES = 3  # with four, addresses spill on sm_100
 # Rows and columns that a program of the split before takes.
 SPLIT_ROWS, SPLIT_COLUMNS = 16, 128
 # Offsets within a tile are of 32 bits.
@@ -51,6 +50,10 @@ TILES = {
         LinearTiles(32, 32, 32, 4, 5),
     ),
 }
+
+# For rows that are not whole 16-byte vectors: every number has an address of its own then, which
+# other tiles spill.
+UNALIGNED = {"ieee": LinearTiles(64, 32, 32, 4, 3), "tf32": LinearTiles(64, 64, 32, 4, 3)}
 
 
 def unusable(weights: Sequence[Operand], x: Operand) -> str | None:
@@ -122,8 +125,8 @@ def plan_linear_forward(
     is_described = use_descriptors and all(map(_is_describable, slots.values()))
     if tiles is None:
         tiles = linear_tiles(tokens, widths, precision, capability, multiprocessors)
-        if not is_described:
-            tiles = tiles._replace(num_stages=min(tiles.num_stages, POINTER_STAGES))
+        if capability is not None and not all(map(_is_describable, slots.values())):
+            tiles = UNALIGNED[precision]
     tensors: dict[str, str] = {f"y{i}_ptr": f"y{min(i, last)}" for i in range(MOST)}
     boxes: dict[str, Descriptor] = {}
     for name, slot in _parameters(last):

@@ -202,12 +202,17 @@ def test_tiles_occupy_the_device_where_there_are_enough(precision, capability, T
     assert all(count(t) < 132 for t in known[: known.index(chosen)])
 
 
-def test_pointers_have_fewer_stages():
-    def stages(C):
-        plan = plan_linear_forward([matrix(1024, C)], matrix(128, C), "ieee", (9, 0))
-        return plan.launches[0].num_stages
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("T", [128, 8192])
+def test_rows_that_are_not_aligned_have_tiles_of_their_own(precision, T):
+    def tiles(C, **more):
+        plan = plan_linear_forward([matrix(1024, C)], matrix(T, C, **more), precision, (9, 0))
+        launch = plan.launches[0]
+        sizes = (launch.scalars[name] for name in ("BM", "BN", "BK"))
+        return LinearTiles(*sizes, launch.num_warps, launch.num_stages)
 
-    assert stages(1024) > stages(1021) == joined.POINTER_STAGES
+    assert tiles(1004) == linear_tiles(T, [1024], precision, (9, 0), 132)
+    assert tiles(1021) == tiles(1004, is_aligned=False) == joined.UNALIGNED[precision]
 
 
 def test_descriptors_go_by_device_and_strides():
@@ -253,10 +258,9 @@ def test_kernels_fit_registers_and_shared_memory(sm):
         for tiles in known:
             sizes = "x".join(map(str, tiles))
             cases.append(f"linear-C1024-fp32-T512-{precision}-tiles{sizes}")
-            few = tiles._replace(num_stages=min(tiles.num_stages, joined.POINTER_STAGES))
-            sizes = "x".join(map(str, few))
-            cases.append(f"linear-C1021-fp32-T500-{precision}-pointers-tiles{sizes}")
         cases.append(f"linear-C1024-fp32-T512-{precision}-ready-tiles128x64x32x8x2")
         cases.append(f"linear-C1024-fp32-T512-{precision}-single")
+        cases.append(f"linear-C1004-fp32-T500-{precision}")
+        cases.append(f"linear-C1021-fp32-T500-{precision}")
     cases.append("linear-C1024-fp32-T512-triton-tiles64x64x32x4x3")
     assert_compiles(sm, cases)
