@@ -51,8 +51,8 @@ TILES = {
     ),
 }
 
-# For rows that are not whole 16-byte vectors: every number has an address of its own then, which
-# other tiles spill.
+# For what is read number by number: every one has an address of its own then, which other tiles
+# spill.
 UNALIGNED = {"ieee": LinearTiles(64, 32, 32, 4, 3), "tf32": LinearTiles(64, 64, 32, 4, 3)}
 
 
@@ -125,7 +125,8 @@ def plan_linear_forward(
     is_described = use_descriptors and all(map(_is_describable, slots.values()))
     if tiles is None:
         tiles = linear_tiles(tokens, widths, precision, capability, multiprocessors)
-        if capability is not None and not all(map(_is_describable, slots.values())):
+        is_read_in_vectors = is_described or all(map(_is_vectorised, slots.values()))
+        if capability is not None and not is_read_in_vectors:
             tiles = UNALIGNED[precision]
     tensors: dict[str, str] = {f"y{i}_ptr": f"y{min(i, last)}" for i in range(MOST)}
     boxes: dict[str, Descriptor] = {}
@@ -197,6 +198,13 @@ def _is_describable(x: Operand) -> bool:
     """Whether the copy engine reads it: aligned, rows of whole 16-byte vectors."""
     rows, columns = x.strides
     return x.is_aligned and columns == 1 and rows > 0 and rows * x.dtype.itemsize % 16 == 0
+
+
+def _is_vectorised(x: Operand) -> bool:
+    """Whether pointers to it are read 16 bytes at a time. Of a stride Triton knows only whether 16
+    divides it, and of a row's end whether a tile passes it."""
+    rows, _ = x.strides
+    return _is_describable(x) and rows % 16 == 0 and x.shape[1] % 32 == 0
 
 
 def linear_forward(

@@ -205,13 +205,15 @@ def test_tiles_occupy_the_device_where_there_are_enough(precision, capability, T
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("T", [128, 8192])
 def test_rows_that_are_not_aligned_have_tiles_of_their_own(precision, T):
-    def tiles(C, **more):
-        plan = plan_linear_forward([matrix(1024, C)], matrix(T, C, **more), precision, (9, 0))
+    def tiles(C, capability=(9, 0), **more):
+        plan = plan_linear_forward([matrix(1024, C)], matrix(T, C, **more), precision, capability)
         launch = plan.launches[0]
         sizes = (launch.scalars[name] for name in ("BM", "BN", "BK"))
         return LinearTiles(*sizes, launch.num_warps, launch.num_stages)
 
     assert tiles(1004) == linear_tiles(T, [1024], precision, (9, 0), 132)
+    assert tiles(1024, (8, 0)) == tiles(1004)
+    assert tiles(1004, (8, 0)) == tiles(1021, (8, 0)) == joined.UNALIGNED[precision]
     assert tiles(1021) == tiles(1004, is_aligned=False) == joined.UNALIGNED[precision]
 
 
