@@ -50,6 +50,12 @@ JOINED_LAYERS = max(JOINED)
 JOINED_LEAST = 768 * 768  # elements of all weights
 JOINED_CAPABILITY = (9, 0)
 JOINED_DTYPES = (torch.bfloat16, torch.float16)
+# Linear layers of fp32 around a fused site, with one input, computed together: by layers in one op,
+# fewest and most tokens for which that was measured to be faster than separate matmuls. Nothing was
+# measured so far, so that no device joins them.
+JOINS_FORWARD = False
+JOINED_FORWARD = {1: (128, 8192), 2: (128, 8192), 3: (128, 8192)}
+JOINED_FORWARD_LAYERS = max(JOINED_FORWARD)
 
 
 def unsupported(site: Site | Given) -> str | None:
@@ -136,6 +142,20 @@ def joins(weights: list[torch.fx.Node], x: torch.fx.Node) -> bool:
     elements = columns * sum(int(weight.meta["val"].shape[0]) for weight in weights)
     is_full = tokens >= full * 128 * -(-tokens // 128)
     return elements >= JOINED_LEAST and fewest <= tokens <= most and is_full
+
+
+def joins_forward(weights: list[torch.fx.Node], x: torch.fx.Node, precision: str) -> bool:
+    """Whether layers of these weights, given as [C, N_i], with the one input [T, C] are computed
+    together, in fp32 of the given precision."""
+    value = x.meta["val"]
+    if not JOINS_FORWARD or value.device.type != "cuda" or value.dtype is not torch.float32:
+        return False
+    if torch.cuda.get_device_capability(value.device) != JOINED_CAPABILITY:
+        return False
+    if _unusable(value.device) is not None:
+        return False
+    fewest, most = JOINED_FORWARD[len(weights)]
+    return fewest <= int(value.shape[0]) <= most
 
 
 ALL = "enable(always=True) fuses all"

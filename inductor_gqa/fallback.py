@@ -45,7 +45,12 @@ def or_reference(
     return run
 
 
-def _kind(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _kind(args: Any) -> tuple[Any, ...]:
     return tuple(
-        (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in args
+        (tuple(x.shape), x.dtype)
+        if isinstance(x, torch.Tensor)
+        else _kind(x)
+        if isinstance(x, list | tuple)
+        else repr(x)
+        for x in args
     )

@@ -240,7 +240,7 @@ def _write(found: Sum) -> int:
     layers = found.layers
     tips = [layer.grad_x for layer in layers]
     operands = [n for layer in layers for n in (layer.grad, layer.weight, layer.x_node)]
-    if _depends(operands, [*tips, found.end, *(layer.grad_w for layer in layers)]):
+    if depends(operands, [*tips, found.end, *(layer.grad_w for layer in layers)]):
         return 0
     emit = Emitter(tips[0], tips[0])
     x = layers[0].x_node
@@ -302,7 +302,8 @@ def _holds(node: Node, tips: set[Node]) -> bool:
     return False
 
 
-def _depends(operands: Iterable[Node], results: list[Node]) -> bool:
+def depends(operands: Iterable[Node], results: list[Node]) -> bool:
+    """Whether one of the operands is made from one of the results, or is one."""
     todo = list(operands)
     seen = set(todo)
     while todo:

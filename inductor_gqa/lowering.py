@@ -110,6 +110,21 @@ def _weights_backward(*args: Any) -> list[Any]:
     return _launched(plan_weights_backward(subject, (needs[0], needs[1], needs[2])), tensors)
 
 
+def _linear_forward(x: Any, weights: Any, precision: str) -> list[Any]:
+    from .kernels.decode import multiprocessors_of
+    from .kernels.linear_forward import plan_linear_forward, unusable
+
+    named = {"q": x} | {f"w{i}": w for i, w in enumerate(weights)}
+    tensors, operands, capability = _realized_tensors(named, {})
+    tensors["x"], w = tensors["q"], [operands[f"w{i}"] for i in range(len(weights))]
+    why = unusable(w, operands["q"])
+    if why is not None:
+        raise _Opaque(why)
+    multiprocessors = multiprocessors_of(x.get_device())
+    plan = plan_linear_forward(w, operands["q"], precision, capability, multiprocessors)
+    return _launched(plan, tensors)
+
+
 def _attention(args: tuple[Any, ...], **more: Any) -> tuple[dict[str, Any], Any]:
     """The tensors as realized Inductor values, and the call without its data."""
     from .kernels.plan import Attention
@@ -268,4 +283,5 @@ LOWERED = (
     (ops.attention, _forward),
     (ops.attention_weights, _weights),
     (ops.weights_backward, _weights_backward),
+    (ops.linear_forward, _linear_forward),
 )

@@ -1,6 +1,6 @@
 """The ops that a fused site becomes: `inductor_gqa::attention`, `attention_weights`,
-`attention_backward`, `weights_backward`, and the gradients of the layers around it:
-`linear_backward`.
+`attention_backward`, `weights_backward`, and the layers around it with their
+gradients: `linear_forward`, `linear_backward`.
 
 Functional, without aliasing, with fake implementations, so that the partitioner, activation
 checkpointing, dynamic shapes and CUDA graphs see ordinary nodes. Inputs are what the projections
@@ -52,11 +52,13 @@ _library.define(
     "-> (Tensor, Tensor, Tensor)"
 )
 _library.define("linear_backward(Tensor[] grads, Tensor[] weights, Tensor x) -> Tensor[]")
+_library.define("linear_forward(Tensor x, Tensor[] weights, str precision) -> Tensor[]")
 weights_backward = torch.ops.inductor_gqa.weights_backward.default
 attention = torch.ops.inductor_gqa.attention.default
 attention_weights = torch.ops.inductor_gqa.attention_weights.default
 attention_backward = torch.ops.inductor_gqa.attention_backward.default
 linear_backward = torch.ops.inductor_gqa.linear_backward.default
+linear_forward = torch.ops.inductor_gqa.linear_forward.default
 
 
 def arguments(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -195,12 +197,25 @@ def _cuda_linear_backward(grads: list[Tensor], weights: list[Tensor], x: Tensor)
     return launch(grads, weights, x)
 
 
+def _cpu_linear_forward(x: Tensor, weights: list[Tensor], precision: str) -> list[Tensor]:
+    from . import reference
+
+    return reference.linear_forward(x, weights)
+
+
+def _cuda_linear_forward(x: Tensor, weights: list[Tensor], precision: str) -> list[Tensor]:
+    from .kernels.linear_forward import linear_forward as launch
+
+    return launch(x, weights, precision)
+
+
 for _name, _on_cpu, _on_gpu, _plain in (
     ("attention", _cpu, _cuda, _reference),
     ("attention_backward", _cpu_backward, _cuda_backward, _reference_backward),
     ("attention_weights", _cpu_weights, _cuda_weights, _cpu_weights),
     ("weights_backward", _cpu_weights_backward, _cuda_weights_backward, _cpu_weights_backward),
     ("linear_backward", _cpu_linear_backward, _cuda_linear_backward, _cpu_linear_backward),
+    ("linear_forward", _cpu_linear_forward, _cuda_linear_forward, _cpu_linear_forward),
 ):
     _library.impl(_name, _on_cpu, "CPU")
     _library.impl(_name, or_reference(_on_gpu, _plain, _name), "CUDA")
@@ -251,6 +266,16 @@ def _fake_weights_backward(
 @torch.library.register_fake("inductor_gqa::linear_backward", lib=_library)
 def _fake_linear_backward(grads: list[Tensor], weights: list[Tensor], x: Tensor) -> list[Tensor]:
     return [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)]
+
+
+@torch.library.register_fake("inductor_gqa::linear_forward", lib=_library)
+def _fake_linear_forward(x: Tensor, weights: list[Tensor], precision: str) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
+
+
+@register_flop_formula(torch.ops.inductor_gqa.linear_forward)
+def _flops_linear_forward(x_shape: Any, w_shapes: Any, *a: Any, **kw: Any) -> int:
+    return 2 * x_shape[0] * sum(n * c for n, c in w_shapes)
 
 
 @register_flop_formula(torch.ops.inductor_gqa.linear_backward)

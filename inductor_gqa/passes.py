@@ -20,7 +20,18 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from . import asserts, decide, layers, reading, report, rewrite, rewrite_given, verify, words
+from . import (
+    asserts,
+    decide,
+    layers,
+    layers_forward,
+    reading,
+    report,
+    rewrite,
+    rewrite_given,
+    verify,
+    words,
+)
 from .costs import costs
 from .errors import NotFused
 from .patterns import dropout
@@ -212,7 +223,8 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
         if not record.fused:
             left.append(record)
     if dead:
-        _guarded(lambda: layers.join(graph), "joining the layers around an attention")
+        _guarded(lambda: layers.join(graph), "joining the gradients around an attention")
+        _guarded(lambda: layers_forward.join(graph), "joining the layers around an attention")
         asserts.erase_proven(graph)
         stable_topological_sort(graph)
         graph.eliminate_dead_code()  # lints first

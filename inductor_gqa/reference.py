@@ -243,3 +243,8 @@ def linear_backward(grads: list[Tensor], weights: list[Tensor], x: Tensor) -> li
     for g, w in zip(grads[1:], weights[1:], strict=True):
         dx = torch.addmm(dx, g, w)
     return [dx, *(g.mT @ x for g in grads)]
+
+
+def linear_forward(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """Every Y_i = X W_i^T [T, N_i] of X [T, C] and W_i [N_i, C], as PyTorch multiplies."""
+    return [x @ w.mT for w in weights]

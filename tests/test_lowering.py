@@ -112,3 +112,11 @@ def test_backward_from_weights_is_launched_by_inductor():
     assert_lowered(
         lambda *args: ops.weights_backward(*args, *rest), grad_out, weights, q, k, v, *turn
     )
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("C", [96, 99])
+def test_linear_layers_are_launched_by_inductor(C, precision):
+    x, *weights = (normal(n, C, dtype=torch.float32) for n in (B * L, 128, 64, 33))
+    call = lambda x, *weights: ops.linear_forward(x, list(weights), precision)  # noqa: E731
+    assert_lowered(call, x, *weights)

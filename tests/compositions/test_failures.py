@@ -109,6 +109,21 @@ def test_other_calls_keep_the_kernel():
     assert tried == [2, 1, 2]
 
 
+def test_lists_of_tensors_are_told_apart_by_shape():
+    """They were by their numbers, so that no failed call was known again."""
+    tried = []
+
+    def kernel(x, weights):
+        tried.append([len(w) for w in weights])
+        raise RuntimeError("no shared memory")
+
+    run = fallback.or_reference(kernel, lambda x, weights: x, "linear_forward")
+    for _ in range(2):
+        for n in (1, 2):
+            run(torch.randn(3), [torch.randn(n), torch.randn(3)])
+    assert tried == [[1, 3], [2, 3]]
+
+
 def test_a_kernel_that_always_fails_is_given_up():
     tried = []
 

@@ -13,6 +13,7 @@ WITHOUT_PRODUCTS = (
     "combine_kernel",
     "gather_kernel",
     "pitch_kernel",
+    "split_kernel",
 )
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 

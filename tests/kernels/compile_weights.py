@@ -3,7 +3,9 @@ sm CASE...` prints a line of JSON per launch.
 
 A CASE is `backward-D128-bf16-L1024` or `forward-D64-fp32-L1024` with any of: rope, pointers, stored
 (dS kept), again (dS made again), gathered (what the sm_90
-kernels leave to plain ones), turned, causal, padded, bias, tf32, tilesBMxBNxWARPSxSTAGES.
+kernels leave to plain ones), turned, causal, padded, bias, tf32, tilesBMxBNxWARPSxSTAGES. Or
+`linear-C1024-fp32-T512` with any of: tf32, pointers, ready (operands split before), single (one
+layer, not three), triton (split by Triton), tilesBMxBNxBKxWARPSxSTAGES.
 """
 
 import dataclasses
@@ -90,10 +92,31 @@ def forward_plan(D, dtype, L, rules, capability):
     return tensors, plan
 
 
+def linear_plan(C, dtype, T, rules, capability):
+    from inductor_gqa.kernels import linear_forward
+
+    widths = (1024,) if "single" in rules else (1024, 256, 256)
+    tensors = {"x": Operand.contiguous((T, C), dtype)}
+    tensors |= {f"w{i}": Operand.contiguous((n, C), dtype) for i, n in enumerate(widths)}
+    weights = [tensors[f"w{i}"] for i in range(len(widths))]
+    sizes = [rule[5:] for rule in rules if rule.startswith("tiles")]
+    plan = linear_forward.plan_linear_forward(
+        weights,
+        tensors["x"],
+        "tf32" if "tf32" in rules else "ieee",
+        capability,
+        use_descriptors=False if "pointers" in rules else None,
+        tiles=linear_forward.LinearTiles(*map(int, sizes[0].split("x"))) if sizes else None,
+        is_explicit="triton" not in rules,
+        is_split_before="ready" in rules,
+    )
+    return tensors, plan
+
+
 def compiled(case, sm):
     """One record for each launch of the case."""
     which, D, dtype_name, L, *rules = case.split("-")
-    plan_of = {"backward": backward_plan, "forward": forward_plan}[which]
+    plan_of = {"backward": backward_plan, "forward": forward_plan, "linear": linear_plan}[which]
     tensors, plan = plan_of(int(D[1:]), DTYPES[dtype_name], int(L[1:]), rules, (sm // 10, sm % 10))
     slots = {**tensors, **plan.allocate}
     for launch in plan.launches:
