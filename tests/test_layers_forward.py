@@ -260,39 +260,49 @@ def test_what_does_not_pay_stays(monkeypatch):
 
 
 class TestRule:
-    """The rule itself, which was not measured on any device."""
+    """The rule itself, of layers with 1536 results of 1024 columns unless said otherwise."""
 
     rule = staticmethod(decide.joins_forward)
 
-    def nodes(self, device, dtype, tokens, layers):
+    def nodes(self, device, dtype, tokens, layers, width):
         graph = torch.fx.Graph()
         x, w = graph.placeholder("x"), graph.placeholder("w")
         with torch._subclasses.FakeTensorMode():
             x.meta["val"] = torch.empty(tokens, 1024, dtype=dtype, device=device)
-            w.meta["val"] = torch.empty(1024, 256, dtype=dtype, device=device)
+            w.meta["val"] = torch.empty(1024, width, dtype=dtype, device=device)
         return [w] * layers, x
 
-    def seen(self, device="cuda", dtype=torch.float32, tokens=512, layers=3):
-        return self.rule(*self.nodes(device, dtype, tokens, layers), "ieee")
+    def seen(
+        self, *, device="cuda", dtype=torch.float32, tokens=512, layers=3, precision="ieee", width=0
+    ):
+        found = self.nodes(device, dtype, tokens, layers, width or 1536 // layers)
+        return self.rule(*found, precision)
 
     @pytest.fixture(autouse=True)
     def hopper(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(decide, "_unusable", lambda device: None)
 
-    def test_nothing_is_joined_before_it_is_measured(self):
-        assert not decide.JOINS_FORWARD
-        assert not self.seen()
-
+    @pytest.mark.parametrize("precision", decide.JOINED_FORWARD)
     @pytest.mark.parametrize("layers", [1, 2, 3])
-    def test_switched_on_it_goes_by_tokens(self, layers, monkeypatch):
-        monkeypatch.setattr(decide, "JOINS_FORWARD", True)
-        fewest, most = decide.JOINED_FORWARD[layers]
-        found = [self.seen(tokens=n, layers=layers) for n in (fewest - 1, fewest, most, most + 1)]
-        assert found == [False, True, True, False]
+    def test_goes_by_tokens(self, layers, precision):
+        fewest, most = decide.JOINED_FORWARD[precision].get(layers, (1, 0))
+        tokens = (fewest - 1, fewest, most, most + 1)
+        found = [self.seen(tokens=n, layers=layers, precision=precision) for n in tokens]
+        assert found == ([False, True, True, False] if most else [False] * 4)
 
-    def test_switched_on_it_still_needs_device_and_dtype(self, monkeypatch):
-        monkeypatch.setattr(decide, "JOINS_FORWARD", True)
+    @pytest.mark.parametrize("precision", decide.JOINED_FORWARD)
+    def test_goes_by_the_size_of_the_weights(self, precision):
+        least, largest = decide.JOINED_FORWARD_SIZES[precision]
+        for elements, is_joined in (
+            (least - 3072, False),
+            (least + 3072, True),
+            (largest - 3072, True),
+            (largest + 3072, False),
+        ):
+            assert self.seen(precision=precision, width=elements // 3072) is is_joined
+
+    def test_needs_device_and_dtype(self, monkeypatch):
         assert self.seen()
         assert not self.seen(device="cpu")
         assert not self.seen(dtype=torch.bfloat16)

@@ -23,7 +23,7 @@ from inductor_gqa.kernels.weights_prepare import preparation
 
 KNOWN = rules.BAND_LO.value | rules.BAND_HI.value | rules.FILL_ADDS.value
 SMALLER = 2**25  # 64 rows of P span less than 2**31 elements
-# What a tile takes by the groups that share it, in the time of one group's: they overlap (one H200).
+# What a tile takes by the groups that share it, in the time of one group's (one H200).
 COST = {1: 1.0, 2: 1.45, 3: 1.85}
 
 

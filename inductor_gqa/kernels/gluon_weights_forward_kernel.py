@@ -314,8 +314,8 @@ def weights_forward_sm90_kernel(
     sizes = (n_tiles, B, L, S, band_lo, band_hi)
     q_rows = (q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d)
     tables = (cos_ptr, sin_ptr, stride_table_b, stride_table_l, stride_table_w)
-    given = (q_smem, ring, bars, out_ptr, (p_desc, weights_ptr), lse_ptr, q_rows, tables, sizes,
-             unit)
+    weights = (p_desc, weights_ptr)
+    given = (q_smem, ring, bars, out_ptr, weights, lse_ptr, q_rows, tables, sizes, unit)
     copied = (k_desc, v_desc, ring, bars, sizes)
     if GROUPS == 3:
         gl.warp_specialize([

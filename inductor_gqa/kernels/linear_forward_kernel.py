@@ -56,7 +56,7 @@ def exact_product(a_hi, a_lo, b_hi, b_lo):
 def layer(
     x_src, w_src, y_ptr, row, col, strides_x, strides_w, T, C, N,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXPLICIT: tl.constexpr, READY: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
     """The tile of one layer whose first element is [row, col]."""
     stride_xt, stride_xc = strides_x
@@ -78,12 +78,10 @@ def layer(
                     w_src, col + N, k, n_w, C, stride_wn, stride_wc, BN, BK, TMA, WHOLE
                 )
                 acc += exact_product(a, a_lo, b, b_lo)
-            elif EXPLICIT:
+            else:
                 a_hi = high_part(a)
                 b_hi = high_part(b)
                 acc += exact_product(a_hi, a - a_hi, b_hi, b - b_hi)
-            else:
-                acc += tl.dot(a, b.T, input_precision="tf32x3")
         elif READY:
             acc = tl.dot(a, b.T, acc, input_precision="tf32")
         else:
@@ -99,7 +97,7 @@ def linear_forward_kernel(
     x_src, w0_src, w1_src, w2_src, y0_ptr, y1_ptr, y2_ptr,
     stride_x_t, stride_x_c, stride_w0_n, stride_w1_n, stride_w2_n, stride_w_c, T, C, n0, n1, n2,
     PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, EXPLICIT: tl.constexpr, READY: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
     end0 = tl.cdiv(n0, BN)
     end1 = end0 + tl.cdiv(n1, BN)
@@ -113,21 +111,21 @@ def linear_forward_kernel(
         if at < end0:
             layer(
                 x_src, w0_src, y0_ptr, row, at * BN, strides_x, (stride_w0_n, stride_w_c), T, C,
-                n0, BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
+                n0, BM, BN, BK, TMA, WHOLE, PRECISION, READY,
             )  # fmt: skip
         if PARTS > 1:  # noqa: SIM102
             if (at >= end0) & (at < end1):
                 layer(
                     x_src, w1_src, y1_ptr, row, (at - end0) * BN, strides_x,
                     (stride_w1_n, stride_w_c), T, C, n1,
-                    BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
+                    BM, BN, BK, TMA, WHOLE, PRECISION, READY,
                 )  # fmt: skip
         if PARTS > 2:  # noqa: SIM102
             if at >= end1:
                 layer(
                     x_src, w2_src, y2_ptr, row, (at - end1) * BN, strides_x,
                     (stride_w2_n, stride_w_c), T, C, n2,
-                    BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
+                    BM, BN, BK, TMA, WHOLE, PRECISION, READY,
                 )  # fmt: skip
     else:
         # One loop for all layers: three of them spill on sm_80.
@@ -152,7 +150,7 @@ def linear_forward_kernel(
                 stride_w_n = tl.cast(stride_w2_n, tl.int32)
         layer(
             x_src, w_src, y_ptr, row, first * BN, strides_x, (stride_w_n, stride_w_c), T, C, N,
-            BM, BN, BK, TMA, WHOLE, PRECISION, EXPLICIT, READY,
+            BM, BN, BK, TMA, WHOLE, PRECISION, READY,
         )  # fmt: skip
 
 

@@ -219,8 +219,6 @@ def preparation(
     shapes = {"q": tensors["q"].shape, "k": (*in_front, *tensors["k"].shape)}
     shapes["v"] = (*in_front, B, K, E, pitch)
     scratch = {
-        f"{x}_prepared": Operand.contiguous(shapes[x], tensors[x].dtype)
-        for x in shapes
-        if wants[x]
+        f"{x}_prepared": Operand.contiguous(shapes[x], tensors[x].dtype) for x in shapes if wants[x]
     }
     return scratch, launch

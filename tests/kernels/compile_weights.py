@@ -5,7 +5,7 @@ A CASE is `backward-D128-bf16-L1024` or `forward-D64-fp32-L1024` with any of: ro
 (dS kept), again (dS made again), gathered (what the sm_90
 kernels leave to plain ones), turned, causal, padded, bias, tf32, tilesBMxBNxWARPSxSTAGES. Or
 `linear-C1024-fp32-T512` with any of: tf32, pointers, ready (operands split before), single (one
-layer, not three), triton (split by Triton), tilesBMxBNxBKxWARPSxSTAGES.
+layer, not three), tilesBMxBNxBKxWARPSxSTAGES.
 """
 
 import dataclasses
@@ -107,7 +107,6 @@ def linear_plan(C, dtype, T, rules, capability):
         capability,
         use_descriptors=False if "pointers" in rules else None,
         tiles=linear_forward.LinearTiles(*map(int, sizes[0].split("x"))) if sizes else None,
-        is_explicit="triton" not in rules,
         is_split_before="ready" in rules,
     )
     return tensors, plan
