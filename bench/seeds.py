@@ -10,7 +10,8 @@ not is not timed. Times are medians of CUDA graph replays on the GPU, each behin
 overwrites L2, variants of a case after one another, all in one process. The score of a program is
 1 / (1 + (T - floor) / (T_plain - floor)) on geometric means.
 
---jobs N compiles in N processes first; they share a compile cache with the one that measures.
+--jobs N compiles in N processes first; they share a compile cache with the one that measures. What
+was fused is then counted where it was compiled: a graph from the cache is not read again.
 """
 
 from __future__ import annotations
@@ -246,21 +247,40 @@ def cases_of(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     """The program's cases; --tiny replaces their sizes."""
     cases = seed_programs.CASES[PROGRAMS[name].cases]
     if args.tiny:
-        return [{**cases[0], "B": B, "L": L} for B, L in ((1, 19), (2, 16))]
+        cases = [{**cases[0], "B": B, "L": L} for B, L in ((1, 19), (2, 16))]
     return cases[slice(*(int(x) if x else None for x in args.cases.split(":")))]
 
 
-def compile_beforehand(args: argparse.Namespace) -> None:
-    """Runs this script in `--jobs` processes, each on its share of the cases, to fill the
-    caches."""
+def compile_beforehand(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Runs this script in `--jobs` processes, each on its share of the cases, to fill the caches;
+    returns their cases."""
     command = [sys.executable, __file__, "--compile-only", "--variants", ",".join(args.variants)]
-    command += ["--programs", ",".join(args.programs)]
-    shares = [[*command, "--cases", f"{n}::{args.jobs}"] for n in range(args.jobs)]
+    command += ["--programs", ",".join(args.programs), *(["--tiny"] if args.tiny else [])]
+    records = [folder / f"compiled-{n}.json" for n in range(args.jobs)]
+    shares = [
+        [*command, "--cases", f"{n}::{args.jobs}", "--out", str(out)]
+        for n, out in enumerate(records)
+    ]
     for process in [subprocess.Popen(share) for share in shares]:
         process.wait()
+    written = [json.loads(out.read_text(encoding="utf-8")) for out in records if out.exists()]
+    return [row for found in written for row in found["cases"]]
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def count_sites(rows: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> None:
+    """Puts the counts of sites into rows whose graphs came from the cache."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["program"], row["B"], row["L"]
+
+    known = {key(row): row["variants"].get("fused", {}) for row in compiled}
+    for row in rows:
+        ours, theirs = row["variants"].get("fused", {}), known.get(key(row), {})
+        if ours.get("sites_fused") == ours.get("sites_left") == 0:
+            ours |= {name: theirs[name] for name in ("sites_fused", "sites_left") if name in theirs}
+
+
+def measure(args: argparse.Namespace, compiled: list[dict[str, Any]]) -> dict[str, Any]:
     device = default_device()
     times = device.type == "cuda" and not args.compile_only
     flush = torch.empty(2**28, dtype=torch.int8, device=device) if times else None
@@ -274,6 +294,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for case in cases_of(args, name):
             with progress(f"{name} {case['B']} x {case['L']}"):
                 rows.append(measure_case(name, case, args.variants, args, device, flush))
+        count_sites(rows, compiled)
         result["cases"] += rows
         result["programs"][name] = summary(rows)
         if not args.compile_only:
@@ -285,15 +306,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Returns 1 where a case is wrong."""
     args = parse(argv)
+    compiled: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         if not args.compile_only:
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="inductor-cache-", ignore_cleanup_errors=True)
             )
             os.environ |= {name: os.path.join(folder, name.lower()) for name in CACHES}
-        if args.jobs:
-            compile_beforehand(args)
-        result = measure(args)
+            if args.jobs:
+                compiled = compile_beforehand(args, Path(folder))
+        result = measure(args, compiled)
     if not args.compile_only:
         print(json.dumps(result["programs"]))
     return 0 if all(found["ok"] for found in result["programs"].values()) else 1
