@@ -19,7 +19,7 @@ import torch
 
 from inductor_gqa.site import Rotation, Table, Target, View
 
-from . import gradients, operands, rotation, terms
+from . import candidates, gradients, operands, rotation, terms
 from .attention import arrangements, canonical_position
 from .axes import (
     Digit,
@@ -39,6 +39,7 @@ from .moves import step
 from .values import ValueNumbers
 
 aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
 Node = torch.fx.Node
 
 
@@ -125,6 +126,24 @@ def read_given(total: Node, values: ValueNumbers) -> Given:
             if role in results
         },
     )
+
+
+def is_backward(total: Node) -> bool:
+    """Whether `total` = sum(P * dP, -1) stands in the backward of an attention whose weights are
+    given, not in that of a norm: dP comes from a batched matmul and goes to another."""
+    product = total.args[0]
+    assert isinstance(product, Node)
+    for weights, gradient in (product.args, product.args[::-1]):
+        if not isinstance(weights, Node) or not isinstance(gradient, Node):
+            continue
+        sources = candidates.up_to(gradient, {*operands.MOVES, CAST})
+        made = [node for node in sources if node.target in candidates.BATCHED]
+        if not made or candidates.has_exponential(weights):
+            continue
+        goals = (matmul for node in made for matmul, _ in gradients.reached_matmuls(node))
+        if any(matmul.target in candidates.BATCHED for matmul in goals):
+            return True
+    return False
 
 
 def _sides(product: Node, canonical: Position) -> tuple[View, Node, Position]:

@@ -225,7 +225,7 @@ def _mask(
     if node.meta["val"].dtype is torch.bool:
         scores.filled.append((view, True, -math.inf))
     else:
-        scores.added.append(view)
+        scores.added.append((view, 1.0))
     return masks.read(
         scores, Integers(values), frozenset(axes_in(canonical[:2])), (lengths[0], lengths[1])
     )
