@@ -31,6 +31,7 @@ from .patterns.candidates import NearMiss, detour, near_misses
 from .patterns.escapes import escapes
 from .patterns.given import Given, is_backward, read_given
 from .patterns.gradients import read_gradients
+from .patterns.naming import use
 from .patterns.operands import moved_users
 from .patterns.outside import outside
 from .patterns.sdpa import Call, calls, discard, read_call, read_call_gradients, survivor
@@ -100,8 +101,9 @@ def _read_call(call: Call, values: ValueNumbers, rotate: bool) -> Site:
     found.site.gradients = read_call_gradients(found, values)
     kept = survivor(found, rewrite.replaced(found.site))
     if kept is not None:
-        what = "returned" if kept.op == "output" else f"used by {kept}"
-        raise Unread(f"another result of the call is {what}, accepted the output and its gradients")
+        raise Unread(
+            f"another result of the call is {use(kept)}, accepted the output and its gradients"
+        )
     return found.site
 
 
@@ -121,12 +123,14 @@ def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
         site.weights = _returned_weights(found, values)
         kept = rewrite.leftover(site, softmax.weights)
     if kept is not None:
-        what = "returned" if kept.op == "output" else f"used by {kept}"
-        raise Unread(f"the attention weights are {what}, accepted weights that nothing else needs")
+        raise Unread(
+            f"the attention weights are {use(kept)}, accepted weights that nothing else needs"
+        )
     kept = rewrite.leftover(site, found.scores.matmul)
     if kept is not None:
-        what = "returned" if kept.op == "output" else f"used by {kept}"
-        raise Unread(f"the scores are {what} as well, accepted scores that only the softmax needs")
+        raise Unread(
+            f"the scores are {use(kept)} as well, accepted scores that only the softmax needs"
+        )
     return site
 
 
@@ -302,7 +306,7 @@ def _given(total: torch.fx.Node, values: ValueNumbers) -> Given:
     kept = rewrite_given.leftover(given)
     if kept is not None:
         raise Unread(
-            f"the gradient of the weights is used by {kept}, accepted one that nothing else needs"
+            f"the row sum of P dP is {use(kept)}, accepted one that only the gradients need"
         )
     return given
 
@@ -369,7 +373,7 @@ def _is_attention(anchor: Anchor, values: ValueNumbers) -> bool:
     """Whether what did not read is one all the same, not a classifier's or a router's softmax, nor
     a row sum of something else."""
     if isinstance(anchor, torch.fx.Node):
-        return bool(_guarded(lambda: is_backward(anchor), SEARCHING))
+        return bool(_guarded(lambda: is_backward(anchor, values), SEARCHING))
     if not isinstance(anchor, Softmax):
         return True
     weights, _ = without_sink(anchor.weights)

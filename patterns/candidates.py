@@ -54,7 +54,7 @@ def detour(weights: Node, values: ValueNumbers) -> str | None:
     """The first op, other than dropout, that the weights of an attention pass through, elementwise
     or moved, before a matmul takes them; None where there is none, or where the scores come from no
     batched matmul."""
-    way = _way_to_matmul(weights, values)
+    way = way_to_matmul(weights, values)
     if not way or not _comes_from_product(weights):
         return None
     inside = {*dropout.STEPS, aten.native_dropout.default}
@@ -70,30 +70,22 @@ def near_misses(
     for node in graph.find_nodes(op="call_function", target=aten.exp.default):
         if values.first(node) in known or values.comes_from_gradient(node):
             continue
-        way = _way_to_matmul(node, values)
+        way = way_to_matmul(node, values)
         if way is not None and _comes_from_product(node):
             found.append(NearMiss(node, _why(node, way)))
     return found
 
 
-def has_exponential(node: Node) -> bool:
-    """Whether a node is made of an exponential: then its softmax is reported."""
-    return any(n.target is aten.exp.default for n in up_to(node, None))
-
-
 def _comes_from_product(node: Node) -> bool:
-    return any(n.target in BATCHED for n in up_to(node, None))
+    return any(n.target in BATCHED for n in _up_to(node))
 
 
-def up_to(node: Node, through: set[object] | None) -> list[Node]:
-    """The node and all before it, as far as they are made of each other elementwise or moved (or by
-    the ops `through`); the first that are not are part of it."""
+def _up_to(node: Node) -> list[Node]:
+    """The node and all before it, as far as they are made of each other elementwise or moved; the
+    first that are not are part of it."""
     todo, seen = [node], {node}
     for reached in todo:
-        if reached.op != "call_function" or reached.target in MATMULS:
-            continue
-        passes = _is_elementwise(reached) if through is None else reached.target in through
-        if passes:
+        if reached.op == "call_function" and _is_elementwise(reached):
             todo += [n for n in reached.all_input_nodes if n not in seen]
             seen.update(reached.all_input_nodes)
     return todo
@@ -104,14 +96,17 @@ def _is_elementwise(node: Node) -> bool:
     return torch.Tag.pointwise in tags or node.target in REARRANGES
 
 
-def _way_to_matmul(start: Node, values: ValueNumbers) -> list[Node] | None:
-    """The ops between a node and a matmul of the forward that takes what became of it; None where
-    there is none. Another softmax, or a gate that makes more elements, ends the way."""
+def way_to_matmul(start: Node, values: ValueNumbers, backward: bool = False) -> list[Node] | None:
+    """The ops between a node and a matmul that takes what became of it, of the forward unless the
+    backward is asked for; None where there is none. Another softmax, or a gate that makes more
+    elements, ends the way."""
     before: dict[Node, Node | None] = {start: None}
     todo = [start]
     for node in todo:
         for user in node.users:
-            if user in before or user.op != "call_function" or values.comes_from_gradient(user):
+            if user in before or user.op != "call_function":
+                continue
+            if not backward and values.comes_from_gradient(user):
                 continue
             if user.target in MATMULS:
                 return _path(node, before)

@@ -3,9 +3,10 @@ and every number.
 
 All of Inductor's graph passes of our own run and no code is generated, so a check takes well under
 a second. `fuses` claims an exact number of fused sites, `leaves` claims a refusal with its reason,
-`never_wrong` accepts either, or the one that is named. All three compare outputs and gradients by one rule, in which fp64 is
-the truth: the largest error is at most twice that of eager in the same dtype, or a few roundings of
-the largest value where eager happens to be exact. What eager makes infinite or NaN is not compared.
+`never_wrong` accepts either, or the one that is named. All three compare outputs and gradients by
+one rule, in which fp64 is the truth: the largest error is at most twice that of eager in the same
+dtype, or a few roundings of the largest value where eager happens to be exact. What eager makes
+infinite or NaN is not compared.
 
 Inductor's own attention patterns stay off: they are wrong on some of the near misses, and this is
 not about them.

@@ -194,7 +194,7 @@ class TestNearMisses:
             freqs = torch.complex(cos[..., :4], sin[..., :4])
             return torch.view_as_real(paired(x).conj() * freqs).flatten(-2)
 
-        self.outside(mirrored, "is used by _conj")
+        self.outside(mirrored, "is used by aten._conj")
 
     def test_table_by_head(self):
         def by_head(x, cos, sin):
