@@ -165,10 +165,57 @@ NOT_CAPS = {
 }
 
 
+WHY_NOT = {
+    "negative": "softcap is -4.0, accepted positive",
+    "both_negative": "softcap is -4.0, accepted positive",
+    "shifted_inside": "the scores are shifted inside the softcap",
+    "max_subtracted_inside": "the scores are shifted inside the softcap",
+    "detached_max_inside": "the scores are shifted inside the softcap",
+    "twice": "two softcaps, accepted one",
+    "masked_inside": "a mask inside the softcap",
+    "sigmoid": "the scores pass through aten.sigmoid",
+    "squared": "the scores pass through aten.pow",
+    "times_itself": "the scores are multiplied by themselves",
+}
+
+
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", NOT_CAPS)
 def test_near_miss_of_a_softcap_is_never_wrong(name, train):
-    never_wrong(Attention(scores=NOT_CAPS[name]), *inputs(), train=train)
+    module = Attention(scores=NOT_CAPS[name])
+    never_wrong(module, *inputs(), train=train, left=WHY_NOT.get(name))
+
+
+# What else may stand between the product and the softmax, where the mask would.
+BIASES = {
+    "subtracted": lambda s: s - torch.arange(11.0) / 4,
+    "subtracted_from": lambda s: torch.arange(11.0) / 4 - s,
+    "number_less_scores": lambda s: 1.0 - s,
+    "with_alpha": lambda s: torch.add(s, torch.arange(11.0), alpha=-0.25),
+    "distances": lambda s: s - 0.5 * (torch.arange(11)[:, None] - torch.arange(11)).abs(),
+    "in_place": lambda s: s.sub_(torch.arange(11.0) / 4),
+}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", BIASES)
+def test_fuses_a_bias_whatever_its_sign(name, train):
+    """Only what was added had been read."""
+    fuses(Attention(scores=lambda s: BIASES[name](s * 0.3)), *inputs(), train=train)
+
+
+def test_a_mask_that_is_subtracted_is_a_mask():
+    hidden = torch.ones(11, 11).triu(1)
+    module = Attention(scores=lambda s: s * 0.3 - 1e9 * hidden)
+    seen = fuses(module, *inputs())
+    assert "additive mask" in seen.summary  # a constant of the graph: its values are not known
+
+    def causal(s):
+        i, j = torch.arange(11)[:, None], torch.arange(11)
+        return s * 0.3 - 1e9 * (j > i)
+
+    seen = fuses(Attention(scores=causal), *inputs())
+    assert "causal" in seen.summary
 
 
 def by_hand(s):
