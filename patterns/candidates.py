@@ -55,7 +55,7 @@ def detour(weights: Node, values: ValueNumbers) -> str | None:
     or moved, before a matmul takes them; None where there is none, or where the scores come from no
     batched matmul."""
     way = way_to_matmul(weights, values)
-    if not way or not _comes_from_product(weights):
+    if not way or not comes_from_product(weights):
         return None
     inside = {*dropout.STEPS, aten.native_dropout.default}
     return next((str(node.target) for node in way if node.target not in inside), None)
@@ -71,12 +71,13 @@ def near_misses(
         if values.first(node) in known or values.comes_from_gradient(node):
             continue
         way = way_to_matmul(node, values)
-        if way is not None and _comes_from_product(node):
+        if way is not None and comes_from_product(node):
             found.append(NearMiss(node, _why(node, way)))
     return found
 
 
-def _comes_from_product(node: Node) -> bool:
+def comes_from_product(node: Node) -> bool:
+    """Whether a node is made of the result of a batched matmul, elementwise or moved."""
     return any(n.target in BATCHED for n in _up_to(node))
 
 

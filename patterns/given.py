@@ -34,7 +34,7 @@ from .axes import (
     shape_of,
     whole,
 )
-from .candidates import BATCHED, way_to_matmul
+from .candidates import comes_from_product, way_to_matmul
 from .elements import Elements, by_lane
 from .moves import step
 from .values import ValueNumbers
@@ -143,8 +143,8 @@ def is_backward(total: Node, values: ValueNumbers) -> bool:
         is_given = _behind(weights).op != "call_function"
         if not is_given or shape_of(weights) != shape_of(gradient):
             continue
-        made = _behind(gradient)
-        if made.target in BATCHED and way_to_matmul(made, values, backward=True) is not None:
+        way = way_to_matmul(gradient, values, backward=True)
+        if way is not None and comes_from_product(gradient):
             return True
     return False
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fused import GIVEN, Seen, backend, never_wrong, results, wrong
+from fused import GIVEN, Seen, backend, never_wrong, results, run, wrong
 
 import inductor_gqa
 
@@ -152,3 +152,67 @@ def test_the_backward_of_a_norm_is_no_attention(norm):
     with inductor_gqa.enabled(always=True), backend(seen) as chosen:
         results(torch.compile(f, backend=chosen), f, (x, w, a, b), train=True)
     assert seen.sites == []
+
+
+def turned_back(g, cos, sin, way):
+    """Four spellings of the backward of a rotation; all but the first need equal halves of sin."""
+    a, b = g.chunk(2, -1)
+    if way == "products":
+        x, y = (g * sin).chunk(2, -1)
+        return g * cos + torch.cat((y, -x), -1)
+    if way == "negated table":
+        return g * cos + torch.cat((-b, a), -1) * (-sin)
+    if way == "subtracted":
+        return g * cos - torch.cat((-b, a), -1) * sin
+    return g * cos + torch.cat((b, -a), -1) * sin
+
+
+@pytest.mark.parametrize("way", ["products", "negated table", "subtracted", "swapped"])
+def test_fuses_every_spelling_of_the_rotation_undone(way):
+    def f(*given):
+        *rest, cos, sin = given
+        dq, dk, dv = backward(*rest)
+        return turned_back(dq, cos, sin, way), turned_back(dk, cos, sin, way), dv
+
+    tables = (torch.randn(11, 8), torch.randn(11, 8))
+    seen = never_wrong(f, *operands(), *tables, train=False, left=None)
+    assert "rotate-half RoPE" in seen.summary
+
+
+ROUNDINGS = {
+    "cast, then scaled": lambda ds, dtype: ds.to(dtype) * 0.3,
+    "scaled, then cast": lambda ds, dtype: (ds * 0.3).to(dtype),
+    "divided, then cast": lambda ds, dtype: (ds / 8**0.5).to(dtype),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_fuses_every_place_of_the_cast(name):
+    def f(p, q, k, v, grad):
+        dp = (grad @ v.mT).float()
+        ds = ROUNDINGS[name](softmax_gradient(p.float(), dp), grad.dtype)
+        return ds @ k, ds.mT @ q, p.mT @ grad
+
+    given = [x.bfloat16() for x in operands()]
+    never_wrong(f, *given, train=False, left=None)
+
+
+@pytest.mark.parametrize("kept", ["qk", "q", "k", "v"])
+def test_a_part_of_the_gradients_is_fused_or_right(kept):
+    def f(*given):
+        return [x for name, x in zip("qkv", backward(*given), strict=True) if name in kept]
+
+    if kept == "v":  # one matmul, with no softmax in sight
+        assert not run(f, *operands(), train=False).sites
+    else:
+        never_wrong(f, *operands(), train=False, left=None)
+
+
+def test_dropout_of_the_weights_is_left_with_a_reason():
+    def f(p, q, k, v, grad, keep):
+        dp = (grad @ v.mT) * keep / 0.9
+        ds = softmax_gradient(p, dp) * 0.3
+        return ds @ k, ds.mT @ q
+
+    keep = torch.rand(2, 3, 11, 11) > 0.1
+    never_wrong(f, *operands(), keep, train=False, left="P dP")
