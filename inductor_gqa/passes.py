@@ -27,9 +27,9 @@ from .patterns import dropout
 from .patterns.anchors import Softmax, row_sums, softmaxes
 from .patterns.attention import Forward, arrangements, read_forward, without_sink
 from .patterns.axes import Unread
-from .patterns.candidates import NearMiss, detour, near_misses
+from .patterns.candidates import NearMiss, detour, is_backward, near_misses
 from .patterns.escapes import escapes
-from .patterns.given import Given, is_backward, read_given
+from .patterns.given import Given, read_given
 from .patterns.gradients import read_gradients
 from .patterns.naming import use
 from .patterns.operands import moved_users

@@ -1,8 +1,8 @@
 """Finds what is almost an attention and says which assumption it breaks, so that it is reported.
 
-Two kinds: weights that something else is made of on their way to the values (`softmax(s) ** 2 @
-v`), and exponentials of scores that are divided by another number than their sum or shifted by
-another one than their maximum. Each is told from a classifier or a router by the matmuls on both of
+Three kinds: weights that something else is made of on their way to the values (`softmax(s) ** 2 @
+v`), exponentials of scores that are divided by another number than their sum or shifted by another
+one than their maximum, and a backward from given weights that does not read. Each is told from a classifier or a router by the matmuls on both of
 its sides, of which the first is a batched one.
 """
 
@@ -72,8 +72,32 @@ def near_misses(
             continue
         way = way_to_matmul(node, values)
         if way is not None and comes_from_product(node):
-            found.append(NearMiss(node, _why(node, way)))
+            found.append(NearMiss(node, _why(node, way, values)))
     return found
+
+
+def is_backward(total: Node, values: ValueNumbers) -> bool:
+    """Whether `total` = sum(P * dP, -1) stands in the backward of an attention whose weights are an
+    input of the graph, not in that of a norm: dP comes from a batched matmul and goes to one."""
+    product = total.args[0]
+    assert isinstance(product, Node)
+    for weights, gradient in (product.args, product.args[::-1]):
+        if not isinstance(weights, Node) or not isinstance(gradient, Node):
+            continue
+        is_given = _source(weights).op != "call_function"
+        if not is_given or shape_of(weights) != shape_of(gradient):
+            continue
+        way = way_to_matmul(gradient, values, backward=True)
+        if way is not None and comes_from_product(gradient):
+            return True
+    return False
+
+
+def _source(node: Node) -> Node:
+    """The node behind rearrangements and casts."""
+    while node.target in (*MOVES, prims.convert_element_type.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def comes_from_product(node: Node) -> bool:
@@ -136,7 +160,7 @@ def _is_larger(user: Node, node: Node) -> bool:
     return not is_moved and shape_of(user) != shape_of(node)
 
 
-def _why(exponentials: Node, way: list[Node]) -> str:
+def _why(exponentials: Node, way: list[Node], values: ValueNumbers) -> str:
     """Which part of exp(s - max s) / sum exp(s - max s) is another one."""
     quotient = next((node for node in way if _divisor(node, exponentials) is not None), None)
     if quotient is None:
@@ -151,7 +175,7 @@ def _why(exponentials: Node, way: list[Node]) -> str:
         )
     source, dims = total.args[:2]
     rank = len(shape_of(exponentials))
-    if _behind(source) is not _behind(exponentials):
+    if values.first(_behind(source)) is not values.first(_behind(exponentials)):
         return (
             "the exponentials of the scores are divided by the sum of something else, accepted "
             "their own sum"
@@ -176,7 +200,10 @@ def _why_shifted(exponentials: Node) -> str:
     if isinstance(source, Node) and maximised(shift, rank - 1, shape_of(shifted)) is seen_through(
         source
     ):
-        return "the exponentials of the scores are used beside the softmax, accepted it alone"
+        return (
+            "the exponentials of the scores or their sum are copied before they are divided, "
+            "accepted a quotient whose parts have their gradients"
+        )
     return (
         f"{_behind(shift).target} is subtracted from the scores before the exponential, {accepted}"
     )

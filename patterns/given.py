@@ -34,13 +34,11 @@ from .axes import (
     shape_of,
     whole,
 )
-from .candidates import comes_from_product, way_to_matmul
 from .elements import Elements, by_lane
 from .moves import step
 from .values import ValueNumbers
 
 aten = torch.ops.aten
-CAST = torch.ops.prims.convert_element_type.default
 Node = torch.fx.Node
 
 
@@ -130,30 +128,6 @@ def read_given(total: Node, values: ValueNumbers) -> Given:
             if role in results
         },
     )
-
-
-def is_backward(total: Node, values: ValueNumbers) -> bool:
-    """Whether `total` = sum(P * dP, -1) stands in the backward of an attention whose weights are an
-    input of the graph, not in that of a norm: dP comes from a batched matmul and goes to one."""
-    product = total.args[0]
-    assert isinstance(product, Node)
-    for weights, gradient in (product.args, product.args[::-1]):
-        if not isinstance(weights, Node) or not isinstance(gradient, Node):
-            continue
-        is_given = _behind(weights).op != "call_function"
-        if not is_given or shape_of(weights) != shape_of(gradient):
-            continue
-        way = way_to_matmul(gradient, values, backward=True)
-        if way is not None and comes_from_product(gradient):
-            return True
-    return False
-
-
-def _behind(node: Node) -> Node:
-    """The node behind rearrangements and casts."""
-    while node.target in (*operands.MOVES, CAST):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _sides(product: Node, canonical: Position) -> tuple[View, Node, Position]:

@@ -330,7 +330,7 @@ def test_leaves_softmax_by_hand_whose_total_is_detached():
 @pytest.mark.parametrize(
     ("softmax", "left"),
     [
-        (detached_above, "divided by the sum of something else"),
+        (detached_above, "copied before they are divided"),
         (max_shared_by_the_queries, "aten.amax.default is subtracted from the scores"),
         (lambda s: s.exp() / s.exp().sum(-1, keepdim=True), "no maximum is subtracted"),
         (lambda s: F.log_softmax(s, -1).exp(), "not divided by their sum"),
