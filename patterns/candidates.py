@@ -2,8 +2,9 @@
 
 Three kinds: weights that something else is made of on their way to the values (`softmax(s) ** 2 @
 v`), exponentials of scores that are divided by another number than their sum or shifted by another
-one than their maximum, and a backward from given weights that does not read. Each is told from a classifier or a router by the matmuls on both of
-its sides, of which the first is a batched one.
+one than their maximum, and a backward from given weights that does not read. Each is told from a
+classifier, a router or a norm by the matmuls on both of its sides, of which the first is a batched
+one.
 """
 
 from __future__ import annotations
