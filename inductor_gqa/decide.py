@@ -73,11 +73,8 @@ def unsupported(site: Site | Given) -> str | None:
     for name, dim in (("head dim", site.head_dim), ("value dim", site.value_dim)):
         if device.type == "cuda" and (dim > MAX_HEAD_DIM or dim % 8 or dim < 16):
             return f"{name} is {dim}, accepted multiples of 8 from 16 to {MAX_HEAD_DIM}"
-    if (
-        isinstance(site, Site)
-        and site.scale_tensor is not None
-        and site.scale_tensor.meta["val"].device.type != "cpu"
-    ):
+    factor = site.scale_tensor
+    if factor is not None and factor.meta["val"].device.type != "cpu":
         return f"the scale is a tensor on {device.type}, accepted a number or a tensor on the CPU"
     return _unusable(device) if device.type == "cuda" else None
 

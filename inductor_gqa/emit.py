@@ -32,6 +32,7 @@ from .patterns.axes import (
     size_of,
 )
 from .patterns.complex_numbers import is_complex
+from .patterns.naming import op_of
 from .site import View
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -130,7 +131,7 @@ class Emitter:
         order = [a for group in wanted for a in group if a in flat]
         if len(order) != len(flat):
             raise Unread(
-                f"{view.node} varies along an axis that its role does not have, "
+                f"{op_of(view.node)} varies along an axis that its role does not have, "
                 "accepted none or its own"
             )
         permutation = [flat.index(a) for a in order]
@@ -157,7 +158,7 @@ class Emitter:
         dim = 0
         for place, n in zip(view.position, shape_of(node), strict=True):
             if any(isinstance(d, Fixed) for d in place.digits):
-                raise Unread(f"{node} is read at known lanes only, accepted all of them")
+                raise Unread(f"{op_of(node)} is read at known lanes only, accepted all of them")
             if not place.digits:
                 node = self.call(aten.select.int, node, dim, self.size(place.offset))
                 continue
@@ -183,7 +184,7 @@ class Emitter:
             ordered = sorted(parts, key=lambda a: -sum(_is_below(b, a) for b in parts))
             if not same(product(a.size for a in ordered), digit.size):
                 raise Unread(
-                    f"{node} varies along an axis that its role does not have, "
+                    f"{op_of(node)} varies along an axis that its role does not have, "
                     "accepted none or its own"
                 )
             out += ordered

@@ -102,7 +102,9 @@ def _weights_backward(*args: Any) -> list[Any]:
 
     names = ("grad_out", "weights", "q", "k", "v", *TABLES)
     named: dict[str, Any] = dict(zip(names, args, strict=False))
-    scale, group, start, interleaved, precision, *needs = args[len(names) :]
+    factor, scale, group, start, interleaved, precision, *needs = args[len(names) :]
+    if factor is not None:
+        raise _Opaque("the scale is a tensor")
     tensors, operands, capability = _realized_tensors(named, _table_shapes(named))
     subject = WeightsBackward(operands, scale, group, start, interleaved, precision, capability)
     if is_gluon_weights(subject, (needs[0], needs[1], needs[2])):

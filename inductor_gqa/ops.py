@@ -46,10 +46,9 @@ _library.define(
 )
 _library.define(
     "weights_backward(Tensor grad_out, Tensor weights, Tensor q, Tensor k, Tensor v, "
-    "Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, float scale, int group, "
-    "int rope_start, bool rope_interleaved, str precision, "
-    "bool needs_q, bool needs_k, bool needs_v) "
-    "-> (Tensor, Tensor, Tensor)"
+    "Tensor? cos_q, Tensor? sin_q, Tensor? cos_k, Tensor? sin_k, Tensor? scale_tensor, "
+    "float scale, int group, int rope_start, bool rope_interleaved, str precision, "
+    "bool needs_q, bool needs_k, bool needs_v) -> (Tensor, Tensor, Tensor)"
 )
 _library.define("linear_backward(Tensor[] grads, Tensor[] weights, Tensor x) -> Tensor[]")
 _library.define("linear_forward(Tensor x, Tensor[] weights, str precision) -> Tensor[]")
@@ -156,7 +155,10 @@ def _cuda_backward(
 def _cpu_weights_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from . import reference
 
-    return reference.weights_backward(*args[:13], *args[14:])
+    *tensors, factor, scale, group, start, interleaved, _, needs_q, needs_k, needs_v = args
+    needs = (needs_q, needs_k, needs_v)
+    scale = scale if factor is None else scale * float(factor)
+    return reference.weights_backward(*tensors, scale, group, start, interleaved, *needs)
 
 
 def _cuda_weights_backward(
@@ -164,7 +166,7 @@ def _cuda_weights_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from .kernels.choice import weights_backward as launch
 
-    cos_q, sin_q, cos_k, sin_k, scale, group, start, interleaved, precision, *needs = rest
+    cos_q, sin_q, cos_k, sin_k, factor, scale, group, start, interleaved, precision, *needs = rest
     tables: dict[str, Any] = {"cos_q": cos_q, "sin_q": sin_q, "cos_k": cos_k, "sin_k": sin_k}
     B = q.shape[0]
     for name, table in tables.items():
@@ -176,7 +178,7 @@ def _cuda_weights_backward(
         k,
         v,
         **tables,
-        scale=scale,
+        scale=scale if factor is None else scale * float(factor),
         group=group,
         rope_start=start,
         rope_interleaved=interleaved,
@@ -254,7 +256,7 @@ def _fake_backward(
 def _fake_weights_backward(
     grad_out: Tensor, weights: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group, needs = rest[5], rest[-3:]
+    group, needs = rest[6], rest[-3:]
     B, S, H, D = k.shape
     shapes = (q.shape, (B, S, H // group, D), (B, S, H // group, v.shape[-1]))
     made = [

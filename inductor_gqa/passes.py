@@ -38,8 +38,11 @@ from .patterns import dropout
 from .patterns.anchors import Softmax, row_sums, softmaxes
 from .patterns.attention import Forward, arrangements, read_forward, without_sink
 from .patterns.axes import Unread
+from .patterns.candidates import NearMiss, detour, is_backward, near_misses
+from .patterns.escapes import escapes
 from .patterns.given import Given, read_given
 from .patterns.gradients import read_gradients
+from .patterns.naming import use
 from .patterns.operands import moved_users
 from .patterns.outside import outside
 from .patterns.sdpa import Call, calls, discard, read_call, read_call_gradients, survivor
@@ -109,26 +112,36 @@ def _read_call(call: Call, values: ValueNumbers, rotate: bool) -> Site:
     found.site.gradients = read_call_gradients(found, values)
     kept = survivor(found, rewrite.replaced(found.site))
     if kept is not None:
-        what = "returned" if kept.op == "output" else f"used by {kept}"
-        raise Unread(f"another result of the call is {what}, accepted the output and its gradients")
+        raise Unread(
+            f"another result of the call is {use(kept)}, accepted the output and its gradients"
+        )
     return found.site
 
 
 def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
     found: Forward = read_forward(softmax, values, rotate)
     site = found.site
-    site.gradients = read_gradients(found, values)
+    try:
+        site.gradients = read_gradients(found, values)
+    except Unread:
+        if escapes(found, values):  # what else becomes of the scores has a gradient of its own
+            raise Unread(
+                "the scores are returned as well, accepted scores that only the softmax needs"
+            ) from None
+        raise
     kept = rewrite.leftover(site, softmax.weights)
     if kept is not None and not (site.softcap or site.sink or site.keep):
         site.weights = _returned_weights(found, values)
         kept = rewrite.leftover(site, softmax.weights)
     if kept is not None:
-        what = "returned" if kept.op == "output" else f"used by {kept}"
-        raise Unread(f"the attention weights are {what}, accepted weights that nothing else needs")
+        raise Unread(
+            f"the attention weights are {use(kept)}, accepted weights that nothing else needs"
+        )
     kept = rewrite.leftover(site, found.scores.matmul)
     if kept is not None:
-        what = "returned" if kept.op == "output" else f"used by {kept}"
-        raise Unread(f"the scores are {what} as well, accepted scores that only the softmax needs")
+        raise Unread(
+            f"the scores are {use(kept)} as well, accepted scores that only the softmax needs"
+        )
     return site
 
 
@@ -180,20 +193,22 @@ class AttentionPass(CustomGraphPass):
             raise NotFused("\n".join(str(record) for record in left))
 
 
-# A softmax, a call of F.scaled_dot_product_attention, or the row sum of a softmax's gradient that
-# stands alone.
-Anchor = Softmax | Call | torch.fx.Node
+# A softmax, a call of F.scaled_dot_product_attention, the row sum of a softmax's gradient that
+# stands alone, or what is almost one of these.
+Anchor = Softmax | Call | torch.fx.Node | NearMiss
 
 
 def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     """Replaces every attention of the graph that is read, supported and worth it; returns the
     records of the others."""
-    found: list[Anchor] = _guarded(lambda: softmaxes(graph), SEARCHING) or []
-    found += _guarded(lambda: calls(graph), SEARCHING) or []
+    plain: list[Softmax] = _guarded(lambda: softmaxes(graph), SEARCHING) or []
+    found: list[Anchor] = [*plain, *(_guarded(lambda: calls(graph), SEARCHING) or [])]
     sums: list[torch.fx.Node] = _guarded(lambda: row_sums(graph), SEARCHING) or []
-    if not found and not sums:
+    exponentials = graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)
+    if not found and not sums and not exponentials:
         return []
     values = ValueNumbers(graph)
+    found += _guarded(lambda: near_misses(graph, plain, values), SEARCHING) or []
     plans = [(anchor, *_timed(anchor, values, settings)) for anchor in found]
     if not any(isinstance(site, Site) and site.gradients for _, site, _, _ in plans):
         # The row sums of sites that were read with their backward belong to those.
@@ -280,6 +295,8 @@ def _timed(
 def _considered(
     anchor: Anchor, values: ValueNumbers, settings: Settings
 ) -> tuple[Site | Given | None, str | None]:
+    if isinstance(anchor, NearMiss):
+        return None, anchor.reason
     try:
         is_row_sum = isinstance(anchor, torch.fx.Node)
         site = _given(anchor, values) if is_row_sum else read(anchor, values)
@@ -301,7 +318,7 @@ def _given(total: torch.fx.Node, values: ValueNumbers) -> Given:
     kept = rewrite_given.leftover(given)
     if kept is not None:
         raise Unread(
-            f"the gradient of the weights is used by {kept}, accepted one that nothing else needs"
+            f"the row sum of P dP is {use(kept)}, accepted one that only the gradients need"
         )
     return given
 
@@ -314,13 +331,8 @@ def _record(
     values: ValueNumbers,
     seconds: float,
 ) -> report.Record | None:
-    is_attention = isinstance(anchor, Call) or (
-        isinstance(anchor, Softmax) and _feeds_matmul(anchor, values)
-    )
-    if site is None and not is_attention:
-        return (
-            None  # no attention: a classifier's or a router's softmax, a row sum of something else
-        )
+    if site is None and not _is_attention(anchor, values):
+        return None
     training = any("tangents" in n.name for n in graph.nodes if n.op == "placeholder")
     summary = _guarded(lambda: _described(site), "describing an attention") or ""
     return report.Record(
@@ -339,6 +351,8 @@ def _node(anchor: Anchor) -> torch.fx.Node:
     """What stands for the site in the user's code."""
     if isinstance(anchor, torch.fx.Node):
         return anchor
+    if isinstance(anchor, NearMiss):
+        return anchor.exponentials
     return anchor.weights if isinstance(anchor, Softmax) else anchor.out
 
 
@@ -367,9 +381,15 @@ def _detailed(
     return report.detailed(record, source=report.source_of(node), **changed, **details)
 
 
-def _feeds_matmul(softmax: Softmax, values: ValueNumbers) -> bool:
-    weights, _ = without_sink(softmax.weights)
-    return bool(dropout.results(weights, values))
+def _is_attention(anchor: Anchor, values: ValueNumbers) -> bool:
+    """Whether what did not read is one all the same, not a classifier's or a router's softmax, nor
+    a row sum of something else."""
+    if isinstance(anchor, torch.fx.Node):
+        return bool(_guarded(lambda: is_backward(anchor, values), SEARCHING))
+    if not isinstance(anchor, Softmax):
+        return True
+    weights, _ = without_sink(anchor.weights)
+    return bool(dropout.results(weights, values)) or detour(weights, values) is not None
 
 
 def _guarded(run: Callable[[], Any], doing: str) -> Any:

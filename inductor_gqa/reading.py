@@ -86,7 +86,8 @@ def _scores(site: Site) -> list[tuple[str, str]]:
         out.append(("visible", f"{low}j - i{high}"))
     for view, positive in (*mask.keys, *mask.tensors):
         out.append(("visible", f"{'' if positive else 'not '}{tensor(view)}"))
-    out += [("added", tensor(view)) for view in mask.bias]
+    for view, factor in mask.bias:
+        out.append(("added", f"{'' if factor == 1.0 else f'{factor:g} times '}{tensor(view)}"))
     if mask.hides:
         out.append(("hidden scores", f"{'plus ' if mask.fill_adds else ''}{mask.fill:g}"))
     if site.sink is not None:

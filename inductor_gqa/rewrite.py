@@ -152,8 +152,9 @@ def _kept(site: Site, axes: Axes, emit: Emitter) -> Node | None:
 
 def tensors(site: Site) -> set[Node]:
     """The nodes of the graph that the ops will read."""
-    views = [site.q, site.k, site.v, *site.mask.bias]
-    views += [view for view, _ in (*site.mask.keys, *site.mask.tensors, *site.keep)]
+    mask = site.mask
+    views = [site.q, site.k, site.v]
+    views += [view for view, _ in (*mask.bias, *mask.keys, *mask.tensors, *site.keep)]
     for turn in (site.rotate_q, site.rotate_k):
         if turn is not None:
             views += [*turn.cos.views, *turn.sin.views]
@@ -248,8 +249,11 @@ def _all_of(views: tuple[tuple[View, bool], ...], groups: Groups, emit: Emitter)
 
 def _bias(mask: Mask, axes: Axes, emit: Emitter) -> Node | None:
     total: Node | None = None
-    for view in mask.bias:
+    for view, factor in mask.bias:
         node = emit.arrange(view, axes.scores)
+        if factor != 1.0:
+            wide = torch.promote_types(view.dtype, torch.float32)
+            node = emit.call(aten.mul.Tensor, emit.cast(node, wide), factor)
         if total is None:
             total = node
         else:

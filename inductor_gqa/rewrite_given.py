@@ -50,6 +50,7 @@ def write(given: Given, precision: str) -> list[tuple[Node, Node]]:
         v,
         *tables.adjoint(given.rotate_q, batch, i, emit),
         *tables.adjoint(given.rotate_k, batch, j, emit),
+        given.scale_tensor,
         given.scale,
         product(a.size for a in group),
         turn.start if turn else 0,

@@ -76,15 +76,15 @@ class Mask:
     tensors say so.
 
     keys: booleans over batch and key. tensors: booleans over anything; each with its sign (False:
-    negated). bias: float tensors that are added. fill: what a hidden score becomes (`fill_adds`:
-    what is added to it).
+    negated). bias: float tensors that are added, each times a number. fill: what a hidden score
+    becomes (`fill_adds`: what is added to it).
     """
 
     band_lo: Any = None
     band_hi: Any = None
     keys: tuple[tuple[View, bool], ...] = ()
     tensors: tuple[tuple[View, bool], ...] = ()
-    bias: tuple[View, ...] = ()
+    bias: tuple[tuple[View, float], ...] = ()
     fill: float = float("-inf")
     fill_adds: bool = False
 

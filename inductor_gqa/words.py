@@ -128,7 +128,9 @@ def _hidden(mask: Mask, site: Site) -> list[str]:
     seen += [f"keys that {_tensor(v, site)} {_allows(positive)}" for v, positive in mask.keys]
     seen += [f"what {_tensor(v, site)} {_allows(positive)}" for v, positive in mask.tensors]
     out = [f"Query i sees {' and '.join(seen)}."] if seen else ["Every query sees every key."]
-    out += [f"Added to the scores: {_tensor(view, site)}." for view in mask.bias]
+    for view, factor in mask.bias:
+        verb = {1.0: "Added to", -1.0: "Subtracted from"}.get(factor, f"Added {factor:g} times to")
+        out.append(f"{verb} the scores: {_tensor(view, site)}.")
     if mask.hides and math.isfinite(mask.fill):
         verb = "gets added" if mask.fill_adds else "becomes"
         out.append(f"A hidden score {verb} {mask.fill:g}: a row that sees nothing stays finite.")

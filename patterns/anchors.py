@@ -68,20 +68,21 @@ def softmaxes(graph: torch.fx.Graph) -> list[Softmax]:
 
 
 def row_sums(graph: torch.fx.Graph) -> list[Node]:
-    """Every sum of a product over the last dim that keeps it, as in the gradient of a softmax; in
+    """Every sum of a product over the last dim, kept or not, as in the gradient of a softmax; in
     graph order."""
     found: list[Node] = []
     anchors = PatternMatcherPass(pass_name="inductor_gqa_row_sums")
     product = CallFunction(aten.mul.Tensor, Arg(), Arg(), _users=MULTIPLE)
-    pattern = CallFunction(aten.sum.dim_IntList, product, Arg(), Arg(), _users=MULTIPLE)
 
     def record(match: Match, *args: Any, **kwargs: Any) -> None:
         total = match.output_node()
-        dims = [d % len(shape_of(total)) for d in total.args[1]]  # type: ignore[union-attr]
-        if dims == [len(shape_of(total)) - 1] and total.args[2] is True:
+        rank = len(shape_of(total.args[0]))  # type: ignore[arg-type]
+        if [d % rank for d in total.args[1]] == [rank - 1]:  # type: ignore[union-attr]
             found.append(total)
 
-    register_graph_pattern(pattern, pass_dict=anchors)(record)
+    for keeps in ((), (Arg(),)):
+        pattern = CallFunction(aten.sum.dim_IntList, product, Arg(), *keeps, _users=MULTIPLE)
+        register_graph_pattern(pattern, pass_dict=anchors)(record)
     anchors.apply(graph)
     order = {node: number for number, node in enumerate(graph.nodes)}
     return sorted(found, key=lambda node: order[node])

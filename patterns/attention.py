@@ -32,6 +32,7 @@ from .axes import (
     shape_of,
     whole,
 )
+from .candidates import detour
 from .elements import Elements, lane_place
 from .empty_rows import may_be_empty
 from .integers import Integers
@@ -87,7 +88,10 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     for operand in operands.operands(product_):
         if operands.reaches(operand, used.node):
             operands.unrounded(operand, softmax.weights)
-    names = score_names(read, canonical)
+    try:
+        names = score_names(read, canonical)
+    except Unread as why:
+        raise Unread("the softmax takes a part of the scores, accepted all of them") from why
     q_operand, k_operand = operands.operands(read.matmul)
     left, right, _ = operands.matmul_axes(read.matmul)
     head_dim = shape_of(read.matmul.args[operands.MATMULS[read.matmul.target]])[-1]  # type: ignore[arg-type]
@@ -133,6 +137,8 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         zeros_empty_rows=softmax.is_guarded and may_be_empty(mask, shape[-2], shape[-1]),
         notes=turned.misses,
     )
+    if "i" in axes_in(v_view.position):
+        raise Unread("the values vary by query, accepted values over batch, head and key")
     for target in site.outputs:
         operands.unrounded(target.node, product_)
     whole_softmax = View(softmax.weights, at_softmax)
@@ -188,6 +194,8 @@ def values_matmul(weights: Node, canonical: Position, values: ValueNumbers) -> N
             at = operands.back_to(moved, position, weights, values)
             if at is not None and axes_in(at[-1:]) == {"c"}:
                 found[user] = None
+    if not found and (other := detour(weights, values)) is not None:
+        raise Unread(f"the weights pass through {other} before the values, accepted dropout")
     if len(found) != 1:
         raise Unread(f"{len(found)} matmuls sum the weights over the keys, accepted 1")
     (matmul,) = found

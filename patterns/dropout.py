@@ -19,6 +19,7 @@ from inductor_gqa.site import Mask, View
 
 from .axes import Position, Renaming, Unread, product, same, shape_of, whole
 from .moves import broadcast, step
+from .naming import op_of
 from .operands import MATMULS, MOVES
 from .values import ValueNumbers, is_float, scalar_value
 
@@ -58,8 +59,7 @@ class Dropped:
         for view, _ in self.keep:
             if _mask_depends(view.node, matmul):
                 raise Unread(
-                    f"the dropout mask {view.node} depends on the scores, "
-                    "accepted random numbers alone"
+                    "the dropout mask depends on the scores, accepted random numbers alone"
                 )
         if self.chooses and (mask.bias or (mask.hides and mask.fill == -math.inf)):
             raise Unread(
@@ -82,10 +82,7 @@ def read(weights: Node, canonical: Position, values: ValueNumbers) -> Dropped:
         raise Unread(f"the weights are multiplied by {factor:g}, accepted a factor with dropout")
     for view, _ in keep:
         if _mask_depends(view.node, weights):
-            raise Unread(
-                f"the dropout mask {view.node} depends on the weights, "
-                "accepted random numbers alone"
-            )
+            raise Unread("the dropout mask depends on the weights, accepted random numbers alone")
     named = tuple((View(v.node, names.apply(v.position)), positive) for v, positive in keep)
     drawn = tuple(n for v, _ in keep for n in _drawn_like(v.node, weights))
     result = View(node, names.apply(own))
@@ -150,7 +147,7 @@ def _peeled(
             made: Node = node.args[0]  # type: ignore[assignment]
             share = made.args[1]
             if not isinstance(share, float) or not share < 1:
-                raise Unread(f"{made} drops {share} of the weights, accepted less than 1")
+                raise Unread(f"dropout drops {share} of the weights, accepted less than 1")
             mask = next((n for n in made.users if _output_of_dropout(n) == 1), made)
             keep.append((View(mask, position), True))
             node, factor = made.args[0], factor / (1 - share)  # type: ignore[assignment]
@@ -167,14 +164,14 @@ def _inner(
     """One product or choice back towards the weights; a mask that is met is noted."""
     sources = [n for n in node.all_input_nodes if _depends(n, weights)]
     if len(sources) != 1:
-        raise Unread(f"{node} is made of the weights more than once, accepted dropout")
+        raise Unread(f"{op_of(node)} is made of the weights more than once, accepted dropout")
     (source,) = sources
     at = broadcast(source, position)
     if node.target is aten.where.self:
         condition, a, b = node.args
         other = b if source is a else a
         if source is condition or scalar_value(other) != 0.0:
-            shown = other if scalar_value(other) is None else scalar_value(other)
+            shown = op_of(other) if scalar_value(other) is None else scalar_value(other)
             raise Unread(f"the weights are replaced by {shown}, accepted 0")
         keep.append((_mask(condition, position), source is a))  # type: ignore[arg-type]
         return source, at, 1.0
@@ -184,7 +181,7 @@ def _inner(
     if number is None and isinstance(other, Node) and not divides:
         number = _flag_times(other, broadcast(other, position), keep)
     if not number or (divides and other is node.args[0]):
-        raise Unread(f"the weights are multiplied by {other}, accepted a mask and a number")
+        raise Unread(f"the weights are multiplied by {op_of(other)}, accepted a mask and a number")
     return source, at, 1.0 / number if divides else number
 
 
@@ -214,7 +211,7 @@ def _flag_times(node: Node, position: Position, keep: list[tuple[View, bool]]) -
 
 def _mask(node: Node, position: Position) -> View:
     if node.meta["val"].dtype is not torch.bool:
-        raise Unread(f"the dropout mask {node} is {node.meta['val'].dtype}, accepted booleans")
+        raise Unread(f"the dropout mask is {node.meta['val'].dtype}, accepted booleans")
     position = broadcast(node, position)
     while (back := step(node, position)) is not None:
         node, position = back

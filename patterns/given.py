@@ -61,6 +61,7 @@ class Given:
     head_dim: int
     value_dim: int
     scale: float
+    scale_tensor: Node | None = None  # 0-d, multiplies scale
     rotate_q: Rotation | None = None
     rotate_k: Rotation | None = None
     q_targets: tuple[Target, ...] = ()
@@ -82,7 +83,7 @@ class _Result:
 class _Found:
     views: dict[str, View] = field(default_factory=dict)
     results: dict[str, _Result] = field(default_factory=dict)
-    scale: float | None = None
+    scale: tuple[float, Node | None] | None = None
 
 
 def read_given(total: Node, values: ValueNumbers) -> Given:
@@ -97,11 +98,12 @@ def read_given(total: Node, values: ValueNumbers) -> Given:
     _value_gradient(weights, canonical, grad_out, found, values)
     sums = {r.summed for role, r in found.results.items() if role in "kv"}
     if len(sums) > 1:
-        raise Unread("the gradients of k and v are summed over different heads")
+        raise Unread("the gradients of k and v are summed over different heads, accepted the same")
     group_set = next(iter(sums), frozenset())
     atoms = [d for place in canonical[:-2] for d in place.digits if isinstance(d, Digit)]
     batch, heads, group = _split(atoms, group_set, found)
     results = found.results
+    scale, scale_tensor = found.scale or (1.0, None)
     return Given(
         anchor=total,
         weights=weights,
@@ -116,7 +118,8 @@ def read_given(total: Node, values: ValueNumbers) -> Given:
         key_length=shape_of(product)[-1],
         head_dim=head_dim,
         value_dim=value_dim,
-        scale=found.scale if found.scale is not None else 1.0,
+        scale=scale,
+        scale_tensor=scale_tensor,
         rotate_q=results["q"].turn if "q" in results else None,
         rotate_k=results["k"].turn if "k" in results else None,
         **{
@@ -141,7 +144,7 @@ def _sides(product: Node, canonical: Position) -> tuple[View, Node, Position]:
             node, position = back
         if node.target not in operands.MATMULS:
             return View(node, position), *found
-    raise Unread("no product of given weights and a matmul")
+    raise Unread("no product of given weights and a matmul, accepted P dP")
 
 
 def _operands(dp: Node, position: Position) -> tuple[View, View, int]:
@@ -180,7 +183,9 @@ def _score_gradients(
         z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
         names, scale = _proven(weights, z, at_z, dp, dp_position, values)
         if found.scale not in (None, scale):
-            raise Unread(f"dQ and dK are scaled by {found.scale} and {scale}")
+            raise Unread(
+                f"dQ and dK are scaled by {_shown(found.scale)} and {_shown(scale)}, accepted equal"
+            )
         found.scale = scale
         dim = shape_of(x)[-1 if free == "r" else -2]
         if not isinstance(dim, int):
@@ -190,11 +195,11 @@ def _score_gradients(
         view = operands.view(x, names.apply(at_x))
         role, other = ("q", "k") if _varies(view, "j") else ("k", "q")
         if role in found.results:
-            raise Unread(f"two gradients of {role}")
+            raise Unread(f"there are two gradients of {role}, accepted one")
         found.views[other] = view
         found.results[role] = _followed(matmul, names.apply(result), dim, values)
     if not found.results:
-        raise Unread("the gradient of the scores reaches no matmul")
+        raise Unread("the gradient of the scores reaches no matmul, accepted dS K and dS^T Q")
     return head_dim
 
 
@@ -205,7 +210,9 @@ def _proven(
     dp: Node,
     dp_position: Position,
     values: ValueNumbers,
-) -> tuple[Renaming, float]:
+) -> tuple[Renaming, tuple[float, Node | None]]:
+    """The names of a matmul's axes, and the number and the 0-d tensor that its operand is P (dP -
+    rowsum(P dP)) times."""
     reader = Elements(values, [weights.node, dp], algebra=True)
     first = values.first(weights.node)
     places = {
@@ -215,16 +222,41 @@ def _proven(
         if atom.kind == "load" and atom.node is first
     }
     if len(places) != 1:
-        raise Unread(f"the operand {z} of a gradient matmul is not made of these weights")
+        raise Unread(
+            "the operand of a gradient matmul is not made of the weights alone, "
+            "accepted P (dP - rowsum(P dP)) times a number"
+        )
     names = Renaming()
     names.learn(places.pop(), weights.position)
     seen = reader.at(z, names.apply(position))
     wanted = gradients.softmax_derivative(reader, weights, reader.load(dp, dp_position))
     operands.unrounded(z, dp)
-    scale = terms.ratio(seen, wanted)
+    scale = _scale(seen, wanted)
     if scale is None:
-        raise Unread(f"{z} is not P (dP - rowsum(P dP)) times a number")
+        raise Unread(
+            "the operand of a gradient matmul is not that of a softmax, "
+            "accepted P (dP - rowsum(P dP)) times a number"
+        )
     return names, scale
+
+
+def _scale(seen: terms.Terms, wanted: terms.Terms) -> tuple[float, Node | None] | None:
+    """The number, and the one element of a tensor without dims, that `wanted` is multiplied by."""
+    number = terms.ratio(seen, wanted)
+    if number is not None:
+        return number, None
+    common = set.intersection(*(set(atoms) for atoms in seen)) if seen else set()
+    for atom in common:
+        if atom.kind == "load" and atom.node is not None and atom.node.meta["val"].dim() == 0:
+            number = terms.ratio(seen, terms.multiply(wanted, terms.one(atom)))
+            if number is not None:
+                return number, atom.node
+    return None
+
+
+def _shown(scale: tuple[float, Node | None]) -> str:
+    number, tensor = scale
+    return f"{number:g}{'' if tensor is None else ' times a tensor'}"
 
 
 def _value_gradient(
@@ -243,7 +275,10 @@ def _value_gradient(
             operands.free_axis(free, shape_of(g)[-1 if free == "r" else -2], "e", names)
             view = operands.view(g, names.apply(at_g))
             if not gradients.same_view(view, grad_out, values) or "v" in found.results:
-                raise Unread("the weights are multiplied by something that is not the gradient")
+                raise Unread(
+                    "the weights are multiplied by something that is not the gradient of the "
+                    "output, accepted P^T dO"
+                )
             dim = shape_of(g)[-1 if free == "r" else -2]
             found.results["v"] = _followed(user, names.apply(result), int(dim), values)
 
@@ -307,15 +342,15 @@ def _names(
     if atom.kind == "sum":
         sums, inside = atom.inner
         if len(inside) != 1:
-            raise Unread("a sum of products")
+            raise Unread("a gradient is a sum of products, accepted of one factor")
         atom = inside[0]
     if atom.kind != "load" or atom.node is not values.first(start):
-        raise Unread("another tensor")
+        raise Unread("a gradient is made of another tensor, accepted its matmul alone")
     names = Renaming()
     names.learn(atom.position, position)
     summed = frozenset(y for x, y in names.rules if x.axis in sums)
     if any(d.axis in ("i", "j", "d", "e") for d in summed):
-        raise Unread("a sum over positions")
+        raise Unread("a gradient is summed over positions, accepted over heads")
     return names, summed
 
 
@@ -343,12 +378,12 @@ def _turned(
             for lane, term in zip(group, s.terms(), strict=True):
                 forms[lane].append(term)
     if len(sources) != 1:
-        raise Unread("the lanes come from several tensors")
+        raise Unread(f"the lanes come from {len(sources)} tensors, accepted one")
     ((names, summed),) = sources.values()
     found = rotation.Lanes(View(start, fixed), 0, 0, [tuple(form) for form in forms])
     turn, order = rotation.rotation(found)
     if order != tuple(range(count)):
-        raise Unread("the lanes change their order")
+        raise Unread("the lanes change their order, accepted their own")
     names.rules.append((Digit("w", 1, turn.width), Digit("w", 1, turn.width)))
     names.rules.append((Digit("w", 1, turn.width // 2), Digit("w", 1, turn.width // 2)))
     names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
@@ -381,5 +416,5 @@ def _split(
     if rest and rest[-1] not in turned and (len(rest) > 1 or rest[0].axis != "0"):
         cut -= 1
     if any(a in turned for a in rest[cut:]) or turned & inside:
-        raise Unread("a rotation table varies by head")
+        raise Unread("a rotation table varies by head, accepted one for all heads")
     return tuple(rest[:cut]), tuple(rest[cut:]), tuple(a for a in fine if a in inside)

@@ -37,6 +37,7 @@ from .axes import (
 )
 from .elements import RULES, Elements, by_lane, flagged
 from .moves import broadcast, step
+from .naming import op_of, use
 from .terms import Atom, Terms
 from .values import ValueNumbers, scalar_value
 
@@ -273,7 +274,7 @@ def _score_gradients(
                 break
         else:
             raise Unread(
-                f"the gradient of the scores is multiplied by {view.node}, not by q or k, "
+                f"the gradient of the scores is multiplied by {op_of(view.node)}, not by q or k, "
                 "accepted q or k"
             )
     return out
@@ -328,7 +329,7 @@ def _proven(
     }
     if len(places) != 1:
         raise Unread(
-            f"the operand {z} of a gradient matmul is not a gradient of this softmax, "
+            "the operand of a gradient matmul is not a gradient of this softmax, "
             "accepted P (dP - rowsum(P dP))"
         )
     names = Renaming()
@@ -339,7 +340,7 @@ def _proven(
     ratio = terms.ratio(wanted, seen)
     if ratio is None:
         raise Unread(
-            f"{z} is not the derivative of the scores that were read forward, "
+            f"{op_of(z)} is not the derivative of the scores that were read forward, "
             "accepted their derivative"
         )
     return names, ratio
@@ -450,9 +451,7 @@ def _derivative(forward: Forward, reader: Elements, dp: Node, dp_position: Posit
     for view, keeps, _ in read.filled:
         flag = flagged(reader, view.node, view.position, "where" if keeps else "unless")
         if flag is None:
-            raise Unread(
-                f"the scores are filled by {view.node}, which is no boolean, accepted a boolean"
-            )
+            raise Unread(f"the scores are filled by {op_of(view.node)}, accepted a boolean")
         out = terms.multiply(out, flag)
     if read.capped is not None:
         bent = reader.at(read.capped.node, read.capped.position)
@@ -518,15 +517,12 @@ def _finished(
                 continue
             if user.target not in FOLLOWED:
                 raise Unread(
-                    f"the gradient {start} is used by {user} before it is complete, "
-                    "accepted no other use"
+                    f"a gradient is {use(user)} before it is complete, accepted no other use"
                 )
             if user not in waiting:
                 waiting.add(user)
                 heapq.heappush(open_, (values.order[user], len(open_), user))
-    raise Unread(
-        f"the gradient {start} ends before it is complete, accepted one that reaches q, k or v"
-    )
+    raise Unread("a gradient ends before it is complete, accepted one that reaches q, k or v")
 
 
 def _as_result(

@@ -15,7 +15,7 @@ from inductor_gqa.site import Mask, View
 
 from .axes import Digit, Size, Unread, axes_in, same
 from .integers import Integers, Linear
-from .predicates import NEVER, Clause, conjunction, flipped, two_valued
+from .predicates import NEVER, Clause, TwoValued, conjunction, flipped, two_valued
 from .scores import Scores
 
 ABSORBING = -1e30
@@ -28,18 +28,20 @@ def read(
     and j."""
     clauses: list[Clause] = []
     fills: list[tuple[float, bool]] = []
-    bias: list[View] = []
-    for view in scores.added:
+    bias: list[tuple[View, float]] = []
+    for view, factor in scores.added:
         read_ = two_valued(reader, view.node, view.position)
+        if read_ is not None and factor != 1.0:
+            read_ = TwoValued(read_.clauses, read_.kept * factor, read_.hidden * factor)
         if read_ is not None and read_.kept != 0.0 and read_.hidden == 0.0:
             read_ = flipped(read_) or read_
         if read_ is None or read_.kept != 0.0 or not read_.hidden < 0:
-            bias.append(view)
+            bias.append((view, factor))
         elif read_.clauses:
             clauses += read_.clauses
             fills.append((read_.hidden, True))
         elif read_.hidden != 0.0:
-            bias.append(view)
+            bias.append((view, factor))
     for view, keeps, fill in scores.filled:
         found = conjunction(reader, view.node, view.position, keeps)
         if found is NEVER:

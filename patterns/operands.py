@@ -17,6 +17,7 @@ from inductor_gqa.site import View
 
 from .axes import Digit, Place, Position, Renaming, Unread, shape_of, whole
 from .moves import step
+from .naming import op_of
 from .values import ValueNumbers
 
 aten = torch.ops.aten
@@ -133,7 +134,7 @@ def unrounded(node: Node, goal: Node) -> None:
     for cast in casts:
         if _step_of(cast) > max(_step_of(node), _step_of(goal)):
             dtype = cast.meta["val"].dtype
-            raise Unread(f"a value is rounded to {dtype} on the way ({cast}), accepted no rounding")
+            raise Unread(f"a value is rounded to {dtype} on the way, accepted no rounding")
 
 
 def reaches(node: Node, goal: Node) -> bool:
@@ -163,7 +164,7 @@ def renaming(
     seen = back_to(node, position, goal, values)
     if seen is None:
         raise Unread(
-            f"{node} is not a rearrangement of {goal}, "
+            f"{op_of(node)} is not a rearrangement of {op_of(goal)}, "
             "accepted views, permutes and casts between them"
         )
     names = Renaming()

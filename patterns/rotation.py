@@ -35,6 +35,7 @@ from inductor_gqa.site import Rotation, Table, View
 
 from .axes import Digit, Fixed, Place, Position, Unread
 from .elements import Elements, by_lane
+from .naming import op_of
 from .terms import Atom, Terms, near
 
 Node = torch.fx.Node
@@ -168,7 +169,8 @@ def lanes(reader: Elements, node: Node, position: Position, count: int) -> Lanes
             sources.setdefault((s.data, s.data_dim), set()).update(s.lanes)
             found.append((group, s))
     if len(sources) != 1:
-        raise Unread(f"the lanes come from {len(sources)} tensors, accepted one")
+        made_by = " and ".join(dict.fromkeys(op_of(source.node) for source, _ in sources))
+        raise Unread(f"the lanes come from {len(sources)} tensors ({made_by}), accepted one")
     (((source, dim), used),) = sources.items()
     start = min(used)
     if used != set(range(start, start + count)) or source.node is None:
@@ -235,7 +237,7 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
         if k not in turned and not plain:
             raise Unread(f"lane {k} has {_form(form)}, accepted two products with tables or itself")
     if not turned:
-        raise Unread("0 lanes are turned, accepted 2 or more")
+        raise Unread(f"0 lanes are turned after {op_of(found.source.node)}, accepted 2 or more")
     parts = _sorted_out(found, turned)
     cut = _cut_of_one_table([part for k in turned for part in parts[k]])
     tables: dict[tuple[View | None, bool], list[float]] = {}
@@ -379,8 +381,10 @@ def _table(entries: list[Entry]) -> Table:
 
 
 def _form(form: tuple[Term, ...]) -> str:
+    tables = list(dict.fromkeys(e.table for t in form for e in t.entries))
     parts = [
-        f"{t.factor:g}{''.join(f' * {e.table.node}' for e in t.entries)} * lane {t.lane}"
+        f"{t.factor:g}{''.join(f' * table {tables.index(e.table)}' for e in t.entries)} "
+        f"* lane {t.lane}"
         for t in form[:3]
     ]
     return f"{len(form)} terms ({', '.join(parts)}{', ...' if len(form) > 3 else ''})"

@@ -19,6 +19,7 @@ from .anchors import maximised, seen_through
 from .axes import Place, Position, Size, Unread, axes_in, same, shape_of
 from .moves import broadcast, step
 from .operands import MATMULS
+from .unpeeled import leads_to_matmul, what_became
 from .values import ValueNumbers, scalar_value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -36,7 +37,7 @@ class Scores:
     softcap: float = 0.0
     capped: View | None = None  # the tanh
     sink: View | None = None  # a column of the softmax that is no key
-    added: list[View] = field(default_factory=list)
+    added: list[tuple[View, float]] = field(default_factory=list)  # each with its factor
     filled: list[tuple[View, bool, float]] = field(default_factory=list)
 
 
@@ -55,17 +56,31 @@ def read(scores: Node, position: Position, values: ValueNumbers) -> Scores:
     while not (node.op == "call_function" and node.target in MATMULS):
         found = _outer(node, position, stages, values)
         if found is None:
-            raise Unread(f"the scores pass through {_name(node)}, accepted scale, softcap, mask")
+            raise Unread(f"{what_became(node)}, accepted scale, softcap, mask")
         node, position = found
     out = Scores(node, position)
     if node.target is aten.baddbmm.default:
         _baddbmm(node, position, stages)
     _interpret(stages, out)
+    for view, _ in out.added:
+        if values.comes_from_matmul(view.node) and _is_made_of(view.node, out.matmul, values):
+            raise Unread(
+                f"{view.node.target} of the scores is added to them or subtracted, accepted their "
+                "maximum over the keys"
+            )
     return out
 
 
-def _name(node: Node) -> str:
-    return str(node.target) if node.op == "call_function" else f"graph input {node.name}"
+def _is_made_of(node: Node, source: Node, values: ValueNumbers) -> bool:
+    todo, seen = [node], {node}
+    for reached in todo:
+        if reached is source:
+            return True
+        for n in reached.all_input_nodes:
+            if n not in seen and values.comes_from_matmul(n):
+                seen.add(n)
+                todo.append(n)
+    return False
 
 
 def _outer(
@@ -77,7 +92,7 @@ def _outer(
     op, args = node.target, node.args
     if op in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
         return _scaled(node, position, stages)
-    if op in (aten.add.Tensor, aten.sub.Tensor) and node.kwargs.get("alpha", 1) == 1:
+    if op in (aten.add.Tensor, aten.sub.Tensor):
         return _added(node, position, stages, values)
     if op is aten.where.self:
         return _filled(node, position, stages)
@@ -146,21 +161,24 @@ def _added(
     ):
         stages.append(_Stage("shift"))
         return a, broadcast(a, position)
-    leading = [n for n in (a, b) if isinstance(n, Node) and _leads_to_matmul(n)]
+    leading = [n for n in (a, b) if isinstance(n, Node) and leads_to_matmul(n)]
     if len(leading) == 2:
         raise Unread("two matmuls feed the scores, accepted one")
-    if len(leading) != 1 or (subtracts and leading[0] is b):
+    times = node.kwargs.get("alpha", 1)  # what b is multiplied by
+    if len(leading) != 1 or not isinstance(times, int | float):
         return None
-    other = b if leading[0] is a else a
+    times = -float(times) if subtracts else float(times)
+    is_first = leading[0] is a
+    other, factor = (b, times) if is_first else (a, 1.0)
     number = scalar_value(other)
-    if number is not None:
-        if abs(number) == float("inf"):
-            return None
+    if number is not None and math.isfinite(number):
         stages.append(_Stage("shift"))
-        return leading[0], broadcast(leading[0], position)
-    if not isinstance(other, Node) or subtracts:
+    elif number is None and isinstance(other, Node):
+        stages.append(_Stage("add", factor, View(other, broadcast(other, position))))
+    else:
         return None
-    stages.append(_Stage("add", tensor=View(other, broadcast(other, position))))
+    if not is_first and times != 1.0:
+        stages.append(_Stage("scale", times))
     return leading[0], broadcast(leading[0], position)
 
 
@@ -181,43 +199,6 @@ def _filled(node: Node, position: Position, stages: list[_Stage]) -> tuple[Node,
             stages.append(_Stage("fill", fill, view, keeps))
             return kept, broadcast(kept, position)
     return None
-
-
-_CHAIN = {
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.where.self,
-    aten.tanh.default,
-    aten.neg.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.expand.default,
-    aten.clone.default,
-    aten.alias.default,
-    prims.convert_element_type.default,
-}
-
-
-def _leads_to_matmul(node: Node) -> bool:
-    """Whether a chain of score ops starts at a matmul."""
-    todo, seen = [node], set()
-    while todo:
-        n = todo.pop()
-        if n in seen or n.op != "call_function":
-            continue
-        seen.add(n)
-        if n.target in MATMULS:
-            return True
-        if n.target in _CHAIN:
-            todo += n.all_input_nodes
-    return False
 
 
 def _baddbmm(node: Node, position: Position, stages: list[_Stage]) -> None:
@@ -280,7 +261,7 @@ def _interpret(stages: list[_Stage], out: Scores) -> None:
                     f"the scores are multiplied by {outer} after the mask, accepted before"
                 )
             if stage.kind == "add":
-                out.added.append(stage.tensor)
+                out.added.append((stage.tensor, stage.factor))
             else:
                 if out.added and stage.factor != -math.inf:
                     # Where the bias is -inf for all keys that are seen, eager goes on with the

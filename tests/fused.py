@@ -3,9 +3,10 @@ and every number.
 
 All of Inductor's graph passes of our own run and no code is generated, so a check takes well under
 a second. `fuses` claims an exact number of fused sites, `leaves` claims a refusal with its reason,
-`never_wrong` accepts either. All three compare outputs and gradients by one rule, in which fp64 is
-the truth: the largest error is at most twice that of eager in the same dtype, or a few roundings of
-the largest value where eager happens to be exact. What eager makes infinite or NaN is not compared.
+`never_wrong` accepts either, or the one that is named. All three compare outputs and gradients by
+one rule, in which fp64 is the truth: the largest error is at most twice that of eager in the same
+dtype, or a few roundings of the largest value where eager happens to be exact. What eager makes
+infinite or NaN is not compared.
 
 Inductor's own attention patterns stay off: they are wrong on some of the near misses, and this is
 not about them.
@@ -38,6 +39,7 @@ from inductor_gqa import report
 FORWARD = "inductor_gqa.attention.default"
 WITH_WEIGHTS = "inductor_gqa.attention_weights.default"
 BACKWARD = "inductor_gqa.attention_backward.default"
+GIVEN = "inductor_gqa.weights_backward.default"
 FLOOR_IN_EPS = 16  # fp32: a few roundings more than eager, where eager happens to be exact
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 WIDENED = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
@@ -306,10 +308,33 @@ def leaves(
     return seen
 
 
-def never_wrong(fn: Callable[..., Any], *inputs: Any, train: bool = True, **options: Any) -> Seen:
-    """Fused or left with a reason, but with eager's numbers."""
+ANY = "accepted"  # every reason says what is
+
+
+def never_wrong(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    train: bool = True,
+    left: str | None = ANY,
+    notes: str | None = None,
+    **options: Any,
+) -> Seen:
+    """With eager's numbers, and every site in the report: fused, or left with a reason that names
+    the assumption it breaks.
+
+    left: a piece of that reason, so that something must be left; None: everything must be fused;
+    where it is not given, either may be. notes: a piece of what is said of a rotation that stays
+    outside a site that is fused; None: anything.
+    """
     seen = run(fn, *inputs, train=train, **options)
     assert seen.sites, "the site is not reported"
-    assert all(site.fused or site.reason for site in seen.sites)
-    assert seen.count(FORWARD, WITH_WEIGHTS) == seen.fused
+    assert all(left is not None and left in reason for reason in seen.reasons), seen.reasons
+    assert seen.reasons or left in (None, ANY), f"fused as {seen.summary}"
+    if left not in (None, ANY):
+        assert seen.count(FORWARD, WITH_WEIGHTS) == 0
+    if notes is not None:
+        said = [note for site in seen.sites for note in site.notes]
+        assert said
+        assert all(notes in note for note in said), said
+    assert seen.count(FORWARD, WITH_WEIGHTS, GIVEN) == seen.fused
     return seen

@@ -108,7 +108,7 @@ def test_backward_from_weights_is_launched_by_inductor():
     )
     weights = normal(B, H, L, S).softmax(-1)
     turn = [normal(1, n, D) for n in (L, L, S, S)]
-    rest = (0.1, R, 0, False, "ieee", True, True, True)
+    rest = (None, 0.1, R, 0, False, "ieee", True, True, True)
     assert_lowered(
         lambda *args: ops.weights_backward(*args, *rest), grad_out, weights, q, k, v, *turn
     )

@@ -187,14 +187,14 @@ class TestNearMisses:
             freqs = torch.complex(cos[..., :4], sin[..., :4])
             return torch.view_as_real(paired(x) * freqs + freqs).flatten(-2)
 
-        self.outside(shifted, "the lanes come from 2 tensors, accepted one")
+        self.outside(shifted, "the lanes come from 2 tensors (aten.view.dtype), accepted one")
 
     def test_conjugated_input(self):
         def mirrored(x, cos, sin):
             freqs = torch.complex(cos[..., :4], sin[..., :4])
             return torch.view_as_real(paired(x).conj() * freqs).flatten(-2)
 
-        self.outside(mirrored, "is used by _conj")
+        self.outside(mirrored, "is used by aten._conj")
 
     def test_table_by_head(self):
         def by_head(x, cos, sin):

@@ -387,57 +387,64 @@ def test_factor_beside_all_lanes_is_part_of_the_scale(rotation, train):
 
 
 class TestNearMisses:
-    """Not a rotation that the kernels know: it stays outside and the attention fuses."""
+    """Not a rotation that the kernels know: it stays outside, the attention fuses, and a note names
+    what is other than in a rotation."""
 
     @staticmethod
-    def outside(rotation, **options):
-        seen = fuses(Attention(rotation=rotation, **options), *inputs())
+    def outside(rotation, notes, **options):
+        module = Attention(rotation=rotation, **options)
+        seen = never_wrong(module, *inputs(), left=None, notes=notes)
         assert "no RoPE inside" in seen.summary
 
     def test_pair_that_turns_in_one_direction(self):
-        self.outside(lambda x, cos, sin: x * cos + torch.cat((x[..., 4:], x[..., :4]), -1) * sin)
+        turn = lambda x, cos, sin: x * cos + torch.cat((x[..., 4:], x[..., :4]), -1) * sin  # noqa: E731
+        self.outside(turn, "2 tables have one sign in all lanes")
 
     def test_two_cosine_tables(self):
-        self.outside(lambda x, cos, sin: x * cos + x * sin + rotate_half(x) * sin)
+        self.outside(
+            lambda x, cos, sin: x * cos + x * sin + rotate_half(x) * sin, "lane 0 has 3 terms"
+        )
 
     def test_three_terms(self):
-        self.outside(lambda x, cos, sin: x * cos + rotate_half(x) * sin + x)
+        self.outside(lambda x, cos, sin: x * cos + rotate_half(x) * sin + x, "lane 0 has 3 terms")
 
     def test_factor_beside_a_part_of_the_lanes(self):
         def scaled(x, cos, sin):
             turned = x * cos + rotate_half(x) * sin
             return torch.cat((turned[..., :4] * 2.0, turned[..., 4:]), -1)
 
-        self.outside(scaled)
+        self.outside(scaled, "2 * table 0 * lane 0")
 
     def test_factor_that_differs_for_the_two_tables(self):
-        self.outside(lambda x, cos, sin: x * cos * 2.0 + rotate_half(x) * sin)
+        self.outside(
+            lambda x, cos, sin: x * cos * 2.0 + rotate_half(x) * sin, "accepted factors 1 and -1"
+        )
 
     def test_neither_halves_nor_neighbours(self):
         def quarters(x, cos, sin):
             a, b, c, d = x.chunk(4, -1)
             return x * cos + torch.cat((-b, a, -d, c), -1) * sin
 
-        self.outside(quarters, D=16)
+        self.outside(quarters, "accepted halves or neighbours", D=16)
 
     def test_reversed_lanes(self):
-        self.outside(lambda x, cos, sin: x * cos + x.flip(-1) * sin)
+        self.outside(lambda x, cos, sin: x * cos + x.flip(-1) * sin, "prims.rev")
 
     def test_shift_by_one_lane(self):
-        self.outside(lambda x, cos, sin: x * cos + torch.roll(x, 1, -1) * sin)
+        self.outside(lambda x, cos, sin: x * cos + torch.roll(x, 1, -1) * sin, "aten.index")
 
     def test_something_else_than_x_in_the_second_term(self):
-        self.outside(lambda x, cos, sin: x * cos + rotate_half(x.abs()) * sin)
+        self.outside(lambda x, cos, sin: x * cos + rotate_half(x.abs()) * sin, "aten.abs")
 
     def test_table_that_differs_by_head(self):
         def by_head(x, cos, sin):
             heads = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None, None]
             return x * (cos * heads) + rotate_half(x) * (sin * heads)
 
-        self.outside(by_head)
+        self.outside(by_head, "varies by head")
 
     def test_bias_after_the_rotation(self):
-        self.outside(lambda x, cos, sin: x * cos + rotate_half(x) * sin + cos)
+        self.outside(lambda x, cos, sin: x * cos + rotate_half(x) * sin + cos, "2 tensors (")
 
     def test_squared_table(self):
         never_wrong(Attention(rotation=lambda x, c, s: x * (c * c) + rotate_half(x) * s), *inputs())

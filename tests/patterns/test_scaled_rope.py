@@ -184,7 +184,7 @@ def test_page_has_a_word_for_every_way_to_use_a_table():
 
 
 class TestNearMisses:
-    def run(self, turn):
+    def run(self, turn, notes=None):
 
         class Near(Attention):
             def attend(self, q, k, v):
@@ -194,25 +194,26 @@ class TestNearMisses:
                 k = turn(k, self.cos[:n], self.sin[:n], 1 / scale)
                 return super().attend(q, k, v)
 
-        return never_wrong(Near(rotation=None), *inputs())
+        return never_wrong(Near(rotation=None), *inputs(), left=None, notes=notes)
 
     def test_scale_beside_the_cosine_only(self):
         seen = self.run(lambda x, c, s, d: half(x, c * d, s))
         assert "RoPE" in seen.summary  # two tables, whatever made them
 
     def test_scale_of_the_product_with_the_cosine_only(self):
-        self.run(lambda x, c, s, d: x * c * d + rotate_half(x) * s)
+        turn = lambda x, c, s, d: x * c * d + rotate_half(x) * s  # noqa: E731
+        self.run(turn, "1 * table 0 * table 1 * lane 0, -1 * table 2 * lane 4")
 
     def test_two_scales(self):
-        self.run(lambda x, c, s, d: x * c * d + rotate_half(x) * s * d.sqrt())
+        turn = lambda x, c, s, d: x * c * d + rotate_half(x) * s * d.sqrt()  # noqa: E731
+        self.run(turn, "-1 * table 2 * table 3 * lane 4")
 
     def test_scale_with_rows_shifted(self):
         self.run(lambda x, c, s, d: half(x, c, s) * d.roll(1, 0))
 
     def test_scale_over_the_heads(self):
-        self.run(
-            lambda x, c, s, d: half(x, c, s) * torch.arange(1.0, x.shape[1] + 1)[:, None, None]
-        )
+        by_head = lambda x: torch.arange(1.0, x.shape[1] + 1)[:, None, None]  # noqa: E731
+        self.run(lambda x, c, s, d: half(x, c, s) * by_head(x), "0 lanes are turned after aten.mul")
 
     def test_scale_over_the_heads_of_equal_number(self):
         def turn(x, cos, sin, d):
@@ -224,14 +225,15 @@ class TestNearMisses:
                 q, k = (turn(x, self.cos[:n], self.sin[:n], None) for x in (q, k))
                 return super().attend(q, k, v)
 
-        never_wrong(Square(rotation=None, H=4, K=4), *inputs(L=4))
+        notes = "0 lanes are turned after aten.mul"
+        never_wrong(Square(rotation=None, H=4, K=4), *inputs(L=4), left=None, notes=notes)
 
     def test_lanes_that_pass_are_scaled_too(self):
         def turn(x, cos, sin, d):
             a, b = x.split([4, 4], -1)
             return torch.cat((half(a, cos[:, :4], sin[:, :4]), b), -1) * d[:, :1]
 
-        self.run(turn)
+        self.run(turn, "0 lanes are turned after aten.mul")
 
     def test_a_learned_scale_has_its_gradient(self):
         def attend(q, k, v, cos, sin, scale):
@@ -240,7 +242,8 @@ class TestNearMisses:
 
         q, k, v = (torch.randn(2, 3, 11, 8, requires_grad=True) for _ in range(3))
         angle, scale = torch.randn(11, 8), torch.rand(11, 1).add(0.5).requires_grad_()
-        never_wrong(attend, q, k, v, angle.cos(), angle.sin(), scale)
+        given = (q, k, v, angle.cos(), angle.sin(), scale)
+        never_wrong(attend, *given, left=None, notes="a gradient is ")
 
     def test_a_gate_before_the_rotation_stays_outside_and_the_rotation_inside(self):
         class Gated(Attention):
