@@ -5,7 +5,7 @@ graph is the same; no gradient of a frozen projection is computed.
 """
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import inductor_gqa

@@ -101,7 +101,8 @@ def gradient(model: nn.Module, run, x: Tensor) -> Tensor:
     """All gradients of a step in one vector."""
     model.zero_grad()
     run(x).square().mean().backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    grads = (parameter.grad for parameter in model.parameters())
+    return torch.cat([grad.flatten() for grad in grads if grad is not None])
 
 
 def main() -> None:
