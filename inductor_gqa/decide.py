@@ -43,11 +43,12 @@ SDPA_CAPABILITY = (9, 0)
 # Gradients of linear layers that share their input, computed together where that was measured to be
 # faster than separate matmuls (bench/results/layers-h200.json; one H200, 768 to 5120 columns): by
 # layers in one op, fewest and most tokens, and how full the last of the tiles of 128 must make
-# them. Two or more layers gain 4 to 140%, the most where there are few tokens; one alone gains
-# 0 to 27%, and lost where it is left.
-JOINED = {1: (128, 3072, 0.9), 2: (64, 16384, 0.0), 3: (64, 16384, 0.0)}
+# them. Three layers gain 0 to 170%, the most where there are few tokens; one alone gains 1 to 38%,
+# and lost in most of what is left.
+JOINED = {1: (128, 3072, 0.9), 2: (64, 8192, 0.0), 3: (64, 8192, 0.0)}
 JOINED_LAYERS = max(JOINED)
 JOINED_LEAST = 768 * 768  # elements of all weights
+JOINED_ALONE = 1024, 2048 * 2048  # beyond these tokens a layer alone must have so many elements
 JOINED_CAPABILITY = (9, 0)
 JOINED_DTYPES = (torch.bfloat16, torch.float16)
 # Linear layers of fp32 around a fused site, with one input, computed together where that was
@@ -60,6 +61,8 @@ JOINED_FORWARD = {
 }
 JOINED_FORWARD_LAYERS = 3
 JOINED_FORWARD_SIZES = {"ieee": (2**20, 2**26), "tf32": (2**20, 2**21)}  # elements of all weights
+# Tensor cores truncate where fp32 rounds: the sums of fewer columns could be less exact.
+JOINED_FORWARD_COLUMNS = 64
 
 
 def unsupported(site: Site | Given) -> str | None:
@@ -142,6 +145,9 @@ def joins(weights: list[torch.fx.Node], x: torch.fx.Node) -> bool:
     fewest, most, full = JOINED[len(weights)]
     elements = columns * sum(int(weight.meta["val"].shape[0]) for weight in weights)
     is_full = tokens >= full * 128 * -(-tokens // 128)
+    few, many = JOINED_ALONE
+    if len(weights) == 1 and tokens > few and elements < many:
+        return False
     return elements >= JOINED_LEAST and fewest <= tokens <= most and is_full
 
 
@@ -159,7 +165,8 @@ def joins_forward(weights: list[torch.fx.Node], x: torch.fx.Node, precision: str
     least, largest = JOINED_FORWARD_SIZES[precision]
     tokens, columns = (int(n) for n in value.shape)
     elements = columns * sum(int(weight.meta["val"].shape[1]) for weight in weights)
-    return fewest <= tokens <= most and least <= elements <= largest
+    is_exact = columns >= JOINED_FORWARD_COLUMNS
+    return is_exact and fewest <= tokens <= most and least <= elements <= largest
 
 
 ALL = "enable(always=True) fuses all"

@@ -1,6 +1,9 @@
 """Gradients of the linear layers around an attention are joined: how many, from which spellings,
 and what must stay as it is. Numbers are held against fp64 as those of the attention itself."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,7 @@ from torch import nn
 from inductor_gqa import decide
 
 JOINED = "inductor_gqa.linear_backward.default"
+rule_of_layers = decide.joins  # before the tests below replace it
 B, L, C, H, K, D = 2, 12, 48, 4, 2, 16
 
 
@@ -236,3 +240,40 @@ def test_layers_of_symbolic_sizes_stay():
 def test_what_does_not_pay_stays(monkeypatch):
     monkeypatch.setattr(decide, "joins", lambda weights, x: False)
     joined(Block(), *inputs(), count=0)
+
+
+class TestRule:
+    """Where layers are joined, against what was measured on the device the rule is for."""
+
+    rule = staticmethod(rule_of_layers)
+    path = Path(__file__).parents[1] / "bench" / "results" / "layers-h200.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    @pytest.fixture(autouse=True)
+    def hopper(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(decide, "_unusable", lambda device: None)
+
+    def is_joined(self, problem, tokens, device="cuda", dtype=torch.bfloat16):
+        _, columns, *widths = problem.split("-")
+        graph = torch.fx.Graph()
+        x, *weights = (graph.placeholder(f"x{n}") for n in range(1 + len(widths)))
+        with torch._subclasses.FakeTensorMode():
+            x.meta["val"] = torch.empty(tokens, int(columns), dtype=dtype, device=device)
+            for w, width in zip(weights, widths, strict=True):
+                w.meta["val"] = torch.empty(int(width), int(columns), dtype=dtype, device=device)
+        return self.rule(weights, x)
+
+    def test_layers_are_joined_only_where_that_was_not_slower(self):
+        assert not any(row["wrong"] for row in self.rows)
+        joined = [row for row in self.rows if self.is_joined(row["problem"], row["tokens"])]
+        assert len(joined) > len(self.rows) / 2
+        for row in joined:
+            assert row["us"]["chosen"] <= row["us"]["matmuls"], (row["problem"], row["tokens"])
+
+    def test_another_device_or_dtype_stays(self, monkeypatch):
+        assert self.is_joined("qkv-4096-4096-1024-1024", 512)
+        assert not self.is_joined("qkv-4096-4096-1024-1024", 512, device="cpu")
+        assert not self.is_joined("qkv-4096-4096-1024-1024", 512, dtype=torch.float32)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+        assert not self.is_joined("qkv-4096-4096-1024-1024", 512)

@@ -208,8 +208,9 @@ def linear_forward(
 ) -> list[torch.Tensor]:
     """Every Y_i = X W_i^T [T, N_i], contiguous, of X [T, C] and W_i [N_i, C], all fp32.
 
-    precision: "ieee" (no less exact than fp32) or "tf32" (operands rounded to nearest). Matmuls
-    one by one where the kernel cannot run; see `unusable`.
+    precision: "ieee" (no less exact than fp32; on tensor cores, which truncate, sums of few columns
+    may lose two bits more) or "tf32" (operands rounded to nearest). Matmuls one by one where the
+    kernel cannot run; see `unusable`.
     """
     w = tuple(Operand.of(y) for y in weights)
     capability = torch.cuda.get_device_capability(x_TC.device) if x_TC.is_cuda else None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels.bounds import checked_addresses
 from kernels.compile_claims import assert_compiles
 
-from inductor_gqa import ops
+from inductor_gqa import decide, ops
 from inductor_gqa.kernels import linear_forward as joined
 from inductor_gqa.kernels.linear_forward import (
     LONGEST_STRIDE,
@@ -56,7 +56,9 @@ def faults(x, weights, precision, **choices):
         true = a.double() @ b.double().mT
         error = (y - true).abs().nan_to_num(math.inf).max().item()
         allowed = (a @ b.mT - true).abs().max().item()
-        floor = 2 * EPS * (a.double().abs() @ b.double().abs().mT).max().item()
+        # Fewer terms than a fused layer has: nothing averages what tensor cores truncate.
+        ulps = 4 if x.is_cuda and x.shape[1] < decide.JOINED_FORWARD_COLUMNS else 2
+        floor = ulps * EPS * (a.double().abs() @ b.double().abs().mT).max().item()
         if not error <= max(allowed, floor):
             found.append(f"y{i}: error is {error:.3g}, fp32 {allowed:.3g}, floor {floor:.3g}")
     return found
@@ -124,8 +126,6 @@ def test_any_strides(device, precision):
 def test_what_is_not_finite_passes_through(device, precision, way, value, side):
     """As through a matmul: infinities do not become NaN in the products with low parts, and the
     largest numbers not infinite by rounding."""
-    if way == "triton" and value == HUGE:
-        pytest.skip("Triton rounds it to infinity")
     x, weights = problem(device, 20, 40, (33, 8))
     (x if side == "x" else weights[0])[3, 5] = value
     # Zeros meet the low parts of infinities, values of few bits have low parts of zero.
