@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import types
@@ -39,7 +38,7 @@ import seed_programs
 from inductor_gqa import report
 from inductor_gqa.cli.measure import default_device
 from inductor_gqa.cli.terminal import progress, table
-from measure import record, replayed_us, write
+from measure import compiled_beforehand, count_sites, record, replayed_us, write
 from seeds import CACHES, geometric_mean
 
 MARGINS = {"eager": 1.1, "plain": 1.1, "fused": 1.1, "sdpa": 2.0}
@@ -257,43 +256,36 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def cases_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if args.tiny:
-        return [{"B": 1, "L": 19}, {"B": 2, "L": 16}]
-    return seed_programs.CASES["003"][
-        slice(*(int(x) if x else None for x in args.cases.split(":")))
-    ]
-
-
-def compile_beforehand(args: argparse.Namespace) -> None:
-    """Runs this script in `--jobs` processes, each on its share of the cases, to fill the
-    caches."""
-    command = [sys.executable, __file__, "--compile-only", "--variants", ",".join(args.variants)]
-    shares = [[*command, "--cases", f"{n}::{args.jobs}"] for n in range(args.jobs)]
-    for process in [subprocess.Popen(share) for share in shares]:
-        process.wait()
+    cases = [{"B": 1, "L": 19}, {"B": 2, "L": 16}] if args.tiny else seed_programs.CASES["003"]
+    return cases[slice(*(int(x) if x else None for x in args.cases.split(":")))]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 1 where a shape is wrong."""
     args = parse(argv)
     device = default_device()
+    compiled: list[Row] = []
     with contextlib.ExitStack() as stack:
         if not args.compile_only:
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="inductor-cache-", ignore_cleanup_errors=True)
             )
             os.environ |= {name: os.path.join(folder, name.lower()) for name in CACHES}
-        if args.jobs:
-            compile_beforehand(args)
+            if args.jobs:
+                options = ["--variants", ",".join(args.variants), *["--tiny"] * args.tiny]
+                compiled = compiled_beforehand(__file__, options, args.jobs, Path(folder))
         settings = {name: getattr(args, name) for name in ("variants", "rounds", "tiny")}
         result = record("block", settings, device)
         rows: list[Row] = []
         for case in cases_of(args):
             with progress(f"{case['B']} x {case['L']}"):
                 rows.append(measured(case, args, device))
+        count_sites(rows, compiled, ("B", "L"))
+        result["rows"] = rows
         if args.compile_only:
+            write(result, args.out)
             return 0
-        result |= {"rows": rows, "totals": summary(rows)}
+        result["totals"] = summary(rows)
         show(rows, result["totals"])
         write(result, args.out)
     return 0 if result["totals"]["ok"] else 1

@@ -9,6 +9,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -185,6 +186,39 @@ def cold_caches() -> Generator[None, None, None]:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
         yield
+
+
+def compiled_beforehand(
+    script: str, options: Sequence[str], jobs: int, folder: Path
+) -> list[dict[str, Any]]:
+    """Runs a benchmark with --compile-only in `jobs` processes, each on its share of the cases, to
+    fill the caches; returns the rows that they wrote."""
+    records = [folder / f"compiled-{n}.json" for n in range(jobs)]
+    command = [sys.executable, script, "--compile-only", *options]
+    processes = [
+        subprocess.Popen([*command, "--cases", f"{n}::{jobs}", "--out", str(out)])
+        for n, out in enumerate(records)
+    ]
+    for process in processes:
+        process.wait()
+    written = [json.loads(out.read_text(encoding="utf-8")) for out in records if out.exists()]
+    return [row for found in written for row in found.get("cases", found.get("rows"))]
+
+
+def count_sites(
+    rows: list[dict[str, Any]], compiled: list[dict[str, Any]], names: Sequence[str]
+) -> None:
+    """Puts the counts of sites into rows whose graphs came from the cache, where nothing is read
+    again; `names` tell rows apart."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in names)
+
+    known = {key(row): row["variants"].get("fused", {}) for row in compiled}
+    for row in rows:
+        ours, theirs = row["variants"].get("fused", {}), known.get(key(row), {})
+        if ours.get("sites_fused") == ours.get("sites_left") == 0:
+            ours |= {name: theirs[name] for name in ("sites_fused", "sites_left") if name in theirs}
 
 
 def record(name: str, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:

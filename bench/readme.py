@@ -15,6 +15,7 @@ from typing import Any
 import plot
 import recognised
 from inductor_gqa.cli.terminal import CommandError, complain, progress
+from seeds import geometric_mean
 
 README = plot.ROOT / "README.md"
 
@@ -45,7 +46,41 @@ def table() -> str:
     return "\n".join([*lines, "", f"Measured on {'; '.join(sorted(devices))}."])
 
 
-REGIONS = {"recognised": recognised.listed, "speed": table}
+PROGRAMS = {
+    "003": "backward of a block written by hand from given weights, bfloat16",
+    "075": "forward that returns its weights, float32 at precision `high`",
+    "075-highest": "the same at `highest`, the default",
+}
+
+
+def programs() -> str:
+    """Programs whose shapes are many: geometric means and the range over the shapes. Raises
+    CommandError where a case has no green check."""
+    cases = [row for record in plot.found("seeds") for row in record["cases"]]
+    kinds = {text: [row for row in cases if row["program"] == n] for n, text in PROGRAMS.items()}
+    kinds["training step of one block, bfloat16"] = [
+        row for record in plot.found("block") for row in record["rows"]
+    ]
+    lines = [
+        "| 16 shapes each | `torch.compile` | with `enable()` | times as fast | with SDPA |",
+        "|---|---|---|---|---|",
+    ]
+    for text, rows in kinds.items():
+        if not all(found["ok"] for row in rows for found in row["variants"].values()):
+            raise CommandError(f"a case of {text!r} has no green check", 1)
+        us = {
+            name: [row["variants"][name]["us"] for row in rows]
+            for name in ("plain", "fused", "sdpa")
+            if name in rows[0]["variants"]
+        }
+        means = {name: f"{geometric_mean(times):.0f} us" for name, times in us.items()}
+        gains = [a / b for a, b in zip(us["plain"], us["fused"], strict=True)]
+        cells = [means["plain"], means["fused"], f"{min(gains):.2f} to {max(gains):.2f}"]
+        lines.append(f"| {text} | {' | '.join(cells)} | {means.get('sdpa', '')} |")
+    return "\n".join(lines)
+
+
+REGIONS = {"recognised": recognised.listed, "speed": table, "programs": programs}
 
 
 def region(name: str) -> re.Pattern[str]:

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import types
@@ -38,7 +37,7 @@ import seed_programs
 from inductor_gqa import report
 from inductor_gqa.cli.measure import default_device
 from inductor_gqa.cli.terminal import progress, table
-from measure import graph_time_us, record, write
+from measure import compiled_beforehand, count_sites, graph_time_us, record, write
 
 VARIANTS = ("eager", "plain", "fused")
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -251,35 +250,6 @@ def cases_of(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     return cases[slice(*(int(x) if x else None for x in args.cases.split(":")))]
 
 
-def compile_beforehand(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Runs this script in `--jobs` processes, each on its share of the cases, to fill the caches;
-    returns their cases."""
-    command = [sys.executable, __file__, "--compile-only", "--variants", ",".join(args.variants)]
-    command += ["--programs", ",".join(args.programs), *(["--tiny"] if args.tiny else [])]
-    records = [folder / f"compiled-{n}.json" for n in range(args.jobs)]
-    shares = [
-        [*command, "--cases", f"{n}::{args.jobs}", "--out", str(out)]
-        for n, out in enumerate(records)
-    ]
-    for process in [subprocess.Popen(share) for share in shares]:
-        process.wait()
-    written = [json.loads(out.read_text(encoding="utf-8")) for out in records if out.exists()]
-    return [row for found in written for row in found["cases"]]
-
-
-def count_sites(rows: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> None:
-    """Puts the counts of sites into rows whose graphs came from the cache."""
-
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["program"], row["B"], row["L"]
-
-    known = {key(row): row["variants"].get("fused", {}) for row in compiled}
-    for row in rows:
-        ours, theirs = row["variants"].get("fused", {}), known.get(key(row), {})
-        if ours.get("sites_fused") == ours.get("sites_left") == 0:
-            ours |= {name: theirs[name] for name in ("sites_fused", "sites_left") if name in theirs}
-
-
 def measure(args: argparse.Namespace, compiled: list[dict[str, Any]]) -> dict[str, Any]:
     device = default_device()
     times = device.type == "cuda" and not args.compile_only
@@ -294,7 +264,7 @@ def measure(args: argparse.Namespace, compiled: list[dict[str, Any]]) -> dict[st
         for case in cases_of(args, name):
             with progress(f"{name} {case['B']} x {case['L']}"):
                 rows.append(measure_case(name, case, args.variants, args, device, flush))
-        count_sites(rows, compiled)
+        count_sites(rows, compiled, ("program", "B", "L"))
         result["cases"] += rows
         result["programs"][name] = summary(rows)
         if not args.compile_only:
@@ -314,7 +284,9 @@ def main(argv: list[str] | None = None) -> int:
             )
             os.environ |= {name: os.path.join(folder, name.lower()) for name in CACHES}
             if args.jobs:
-                compiled = compile_beforehand(args, Path(folder))
+                options = ["--variants", ",".join(args.variants)]
+                options += ["--programs", ",".join(args.programs), *["--tiny"] * args.tiny]
+                compiled = compiled_beforehand(__file__, options, args.jobs, Path(folder))
         result = measure(args, compiled)
     if not args.compile_only:
         print(json.dumps(result["programs"]))

@@ -18,14 +18,17 @@ def run(*options):
 
 
 @pytest.mark.slow
-def test_every_variant_is_right_and_the_block_is_fused(tmp_path):
+@pytest.mark.parametrize(
+    ("variants", "jobs"), [("eager,plain,fused,sdpa", 0), ("fused", 2)], ids=["here", "beforehand"]
+)
+def test_every_variant_is_right_and_the_block_is_fused(tmp_path, variants, jobs):
     out = tmp_path / "block.json"
-    done = run("--tiny", "--variants", "eager,plain,fused,sdpa", "--out", str(out))
+    done = run("--tiny", "--variants", variants, "--jobs", str(jobs), "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert [(row["B"], row["L"]) for row in result["rows"]] == [(1, 19), (2, 16)]
     for row in result["rows"]:
-        assert set(row["variants"]) == {"eager", "plain", "fused", "sdpa"}
+        assert set(row["variants"]) == set(variants.split(","))
         assert row["variants"]["fused"]["sites_fused"] == 1
         assert "us" not in row["variants"]["fused"]  # times are a GPU's
 
