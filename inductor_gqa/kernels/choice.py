@@ -6,7 +6,7 @@ taken wherever it can be. The Gluon backward makes 465 TFLOP/s at D = 128, S = 4
 337 (283) at S = 1024; adding up dQ in one sweep with atomics instead of a kernel for each half took
 14 to 34% longer, the additions in L2 being what it waited for. Biases, dropout and sinks stay with
 the plain kernels, and in the backward key padding. The fp32 forward that returns its weights takes
-0.32 to 0.96 of the plain kernels' time at D = 64 over lengths of 128 to 4096.
+0.32 to 0.98 of the plain kernels' time at D = 64 over lengths of 128 to 4096.
 """
 
 from __future__ import annotations

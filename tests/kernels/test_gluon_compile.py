@@ -11,10 +11,15 @@ from inductor_gqa.kernels.gluon_backward import plan_backward_sm90
 from inductor_gqa.kernels.gluon_forward import Switches, plan_forward_sm90
 from inductor_gqa.kernels.gluon_tiles import WHY_NOT
 from inductor_gqa.kernels.gluon_weights import plan_weights_backward_sm90
+from inductor_gqa.kernels.gluon_weights_forward import (
+    ForwardConfig,
+    plan_weights_forward_sm90,
+    unusable,
+)
 from inductor_gqa.kernels.plan import Attention, Operand
 from inductor_gqa.kernels.weights_backward import WeightsBackward
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CASES = (
     "D64-bf16",
     "D64-bf16-causal-rope",
@@ -33,6 +38,9 @@ CASES = (
     "D64-bf16-given",
     "D128-bf16-given-rope",
     "D128-bf16-given-rope-short",
+    "D64-fp32-weights-rope",
+    "D64-fp32-weights-odd-causal",
+    "D64-fp32-weights-odd-rope-short",
 )
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
@@ -41,7 +49,7 @@ def attention(case):
     """B2-L1024-K2-R4 with the width, dtype and rules that the case names, and its switches."""
     width, dtype, *names = case.split("-")
     D, dtype = int(width[1:]), DTYPES[dtype]
-    B, L, S, K, R = 2, 1024, 1000 if "odd" in names else 1024, 2, 4
+    B, L, S, K, R = 2, 1024, 1001 if "odd" in names else 1024, 2, 4
     tensors = {
         "q": Operand.contiguous((B, L, K, R, D), dtype),
         "k": Operand.contiguous((B, S, K, D), dtype),
@@ -59,6 +67,7 @@ def attention(case):
         tensors |= tables
     switches = Switches(has_pingpong=True if "pingpong" in names else None)
     numbers = {"scale": D**-0.5, "band_lo": lo, "band_hi": hi, "capability": (9, 0)}
+    numbers["precision"] = "tf32" if "weights" in names else "ieee"
     return Attention(tensors, **numbers), switches
 
 
@@ -85,7 +94,12 @@ def records(case):
         assert ("short" in case) == ("dk_part" in plan.allocate)
         return records_of(case, plan, subject.tensors)
     subject, switches = attention(case)
-    if "grad_out" in subject.tensors:
+    if "weights" in case:
+        # Two groups a program, or one. Three, and all of "ieee", spill under some of Triton's releases.
+        groups = 1 if "short" in case else 2
+        assert unusable(subject, torch.float32) is None
+        plan = plan_weights_forward_sm90(subject, config=ForwardConfig(groups))
+    elif "grad_out" in subject.tensors:
         # Whole groups a program, or as many programs as fill the device.
         plan = plan_backward_sm90(subject, split=1 if "whole" in case else None)
         assert ("whole" in case) != ("parts" in plan.allocate)
