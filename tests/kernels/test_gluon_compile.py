@@ -95,7 +95,7 @@ def records(case):
         return records_of(case, plan, subject.tensors)
     subject, switches = attention(case)
     if "weights" in case:
-        # Two groups a program, or one. Three, and all of "ieee", spill under some of Triton's releases.
+        # Two groups a program, or one: three, and all of "ieee", spill under some Tritons.
         groups = 1 if "short" in case else 2
         assert unusable(subject, torch.float32) is None
         plan = plan_weights_forward_sm90(subject, config=ForwardConfig(groups))
