@@ -61,10 +61,7 @@ def programs() -> str:
     kinds["training step of one block, bfloat16"] = [
         row for record in plot.found("block") for row in record["rows"]
     ]
-    lines = [
-        "| 16 shapes each | `torch.compile` | with `enable()` | times as fast | with SDPA |",
-        "|---|---|---|---|---|",
-    ]
+    lines: list[str] = []
     for text, rows in kinds.items():
         if not all(found["ok"] for row in rows for found in row["variants"].values()):
             raise CommandError(f"a case of {text!r} has no green check", 1)
@@ -75,8 +72,11 @@ def programs() -> str:
         }
         means = {name: f"{geometric_mean(times):.0f} us" for name, times in us.items()}
         gains = [a / b for a, b in zip(us["plain"], us["fused"], strict=True)]
-        cells = [means["plain"], means["fused"], f"{min(gains):.2f} to {max(gains):.2f}"]
-        lines.append(f"| {text} | {' | '.join(cells)} | {means.get('sdpa', '')} |")
+        beside = f"; {means['sdpa']} where it calls SDPA" if "sdpa" in means else ""
+        lines.append(
+            f"- {text}: {means['plain']} with `torch.compile`, {means['fused']} with `enable()`, "
+            f"{min(gains):.2f} to {max(gains):.2f} times as fast{beside}"
+        )
     return "\n".join(lines)
 
 
