@@ -71,6 +71,9 @@ def near_misses(
     for node in graph.find_nodes(op="call_function", target=aten.exp.default):
         if values.first(node) in known or values.comes_from_gradient(node):
             continue
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            continue  # nothing is computed there
         way = way_to_matmul(node, values)
         if way is not None and comes_from_product(node):
             found.append(NearMiss(node, _why(node, way, values)))
