@@ -18,12 +18,11 @@ def run(*options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variants", "jobs"), [("eager,plain,fused,sdpa", 0), ("fused", 2)], ids=["here", "beforehand"]
-)
-def test_every_variant_is_right_and_the_block_is_fused(tmp_path, variants, jobs):
+def test_every_variant_is_right_and_the_block_is_fused(tmp_path):
+    """Compiled beforehand: what was fused is counted where it was compiled."""
     out = tmp_path / "block.json"
-    done = run("--tiny", "--variants", variants, "--jobs", str(jobs), "--out", str(out))
+    variants = "eager,plain,fused,sdpa"
+    done = run("--tiny", "--variants", variants, "--jobs", "2", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert [(row["B"], row["L"]) for row in result["rows"]] == [(1, 19), (2, 16)]

@@ -18,11 +18,11 @@ def run(*options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jobs", [0, 2], ids=["compiled here", "compiled beforehand"])
-def test_both_programs_are_fused_and_within_tolerance(tmp_path, jobs):
+def test_both_programs_are_fused_and_within_tolerance(tmp_path):
+    """Compiled beforehand: what was fused is counted where it was compiled."""
     out = tmp_path / "seeds.json"
     options = ["--tiny", "--variants", "fused", "--checks", "1", "--programs", "003,075"]
-    done = run(*options, "--jobs", str(jobs), "--out", str(out))
+    done = run(*options, "--jobs", "2", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert [(row["program"], row["B"], row["L"]) for row in result["cases"]] == [
