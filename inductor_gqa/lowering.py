@@ -119,7 +119,7 @@ def _linear_forward(x: Any, weights: Any, precision: str) -> list[Any]:
     named = {"q": x} | {f"w{i}": w for i, w in enumerate(weights)}
     tensors, operands, capability = _realized_tensors(named, {})
     tensors["x"], w = tensors["q"], [operands[f"w{i}"] for i in range(len(weights))]
-    why = unusable(w, operands["q"])
+    why = unusable(w, operands["q"], capability)
     if why is not None:
         raise _Opaque(why)
     multiprocessors = multiprocessors_of(x.get_device())

@@ -9,7 +9,8 @@ import torch
 from inductor_gqa.kernels import rules
 from inductor_gqa.kernels.gluon_forward import LARGEST, execute_sm90
 from inductor_gqa.kernels.gluon_tiles import WHY_NOT
-from inductor_gqa.kernels.gluon_weights_forward_kernel import BM, D, weights_forward_sm90_kernel
+from inductor_gqa.kernels.gluon_weights_forward_kernel import weights_forward_sm90_kernel
+from inductor_gqa.kernels.gluon_weights_forward_tiles import BM, D
 from inductor_gqa.kernels.plan import (
     LOG2E,
     Attention,

@@ -18,6 +18,8 @@ from inductor_gqa.kernels.plan import Descriptor, Launch, Operand, Plan, execute
 MOST = 3  # layers that one launch takes
 # Rows and columns that a program of the split before takes.
 SPLIT_ROWS, SPLIT_COLUMNS = 16, 128
+# Terms of a sum. Tensor cores truncate where fp32 rounds, which fewer terms do not average.
+FEWEST_TERMS = 64
 # Offsets within a tile are of 32 bits.
 LONGEST_STRIDE = 2**23
 
@@ -46,13 +48,18 @@ ROUNDS = {"ieee": 1.5, "tf32": 1.0}
 UNALIGNED = {"ieee": LinearTiles(64, 32, 32, 4, 3), "tf32": LinearTiles(64, 64, 32, 4, 3)}
 
 
-def unusable(weights: Sequence[Operand], x: Operand) -> str | None:
-    """Why the kernel cannot compute these layers, or None. Shapes are [N_i, C] and [T, C]."""
+def unusable(
+    weights: Sequence[Operand], x: Operand, capability: tuple[int, int] | None
+) -> str | None:
+    """Why the kernel cannot compute these layers as exactly as matmuls, or None. Shapes are [N_i,
+    C] and [T, C]; the interpreter (no capability) has no tensor cores."""
     if not 0 < len(weights) <= MOST:
         return f"{len(weights)} layers share the input, accepted 1 to {MOST}"
     columns = sorted({w.strides[1] for w in weights})
     if len(columns) > 1:
         return f"column strides of the weights are {columns}, accepted equal ones"
+    if capability is not None and x.shape[1] < FEWEST_TERMS:
+        return f"sums have {x.shape[1]} terms, accepted {FEWEST_TERMS} or more"
     for operand in (*weights, x):
         if operand.dtype != torch.float32:
             return f"dtype is {operand.dtype}, accepted torch.float32"
@@ -208,9 +215,8 @@ def linear_forward(
 ) -> list[torch.Tensor]:
     """Every Y_i = X W_i^T [T, N_i], contiguous, of X [T, C] and W_i [N_i, C], all fp32.
 
-    precision: "ieee" (no less exact than fp32; on tensor cores, which truncate, sums of few columns
-    may lose two bits more) or "tf32" (operands rounded to nearest). Matmuls one by one where the
-    kernel cannot run; see `unusable`.
+    precision: "ieee" (no less exact than fp32) or "tf32" (operands rounded to nearest). Matmuls
+    one by one where the kernel cannot run; see `unusable`.
     """
     w = tuple(Operand.of(y) for y in weights)
     capability = torch.cuda.get_device_capability(x_TC.device) if x_TC.is_cuda else None
@@ -233,6 +239,6 @@ def _planned(
     choices: tuple[tuple[str, Any], ...],
 ) -> Plan | None:
     """The plan, made once for equal calls, or None where the kernel cannot run."""
-    if unusable(weights, x) is not None:
+    if unusable(weights, x, capability) is not None:
         return None
     return plan_linear_forward(weights, x, precision, capability, multiprocessors, **dict(choices))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels.bounds import checked_addresses
 from kernels.compile_claims import assert_compiles
 
-from inductor_gqa import decide, ops
+from inductor_gqa import ops
 from inductor_gqa.kernels import linear_forward as joined
 from inductor_gqa.kernels.linear_forward import (
     LONGEST_STRIDE,
@@ -56,15 +56,14 @@ def faults(x, weights, precision, **choices):
         true = a.double() @ b.double().mT
         error = (y - true).abs().nan_to_num(math.inf).max().item()
         allowed = (a @ b.mT - true).abs().max().item()
-        # Fewer terms than a fused layer has: nothing averages what tensor cores truncate.
-        ulps = 4 if x.is_cuda and x.shape[1] < decide.JOINED_FORWARD_COLUMNS else 2
-        floor = ulps * EPS * (a.double().abs() @ b.double().abs().mT).max().item()
+        floor = 2 * EPS * (a.double().abs() @ b.double().abs().mT).max().item()
         if not error <= max(allowed, floor):
             found.append(f"y{i}: error is {error:.3g}, fp32 {allowed:.3g}, floor {floor:.3g}")
     return found
 
 
 def problem(device, T, C, widths, seed=0):
+    """On a GPU C is 64 or more in the tests of the kernel: fewer terms are left to matmuls."""
     make = torch.Generator().manual_seed(seed)
     noise = lambda *shape: torch.randn(*shape, generator=make).to(device)  # noqa: E731
     return noise(T, C), [noise(n, C) for n in widths]
@@ -75,6 +74,8 @@ def problem(device, T, C, widths, seed=0):
 @given(data=st.data())
 def test_any_shape(device, precision, way, data):
     T, C = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 70))
+    if device != "cpu":
+        C += joined.FEWEST_TERMS
     widths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
     use_descriptors = data.draw(st.booleans())
     x, weights = problem(device, T, C, widths, seed=T * C)
@@ -85,7 +86,7 @@ def test_any_shape(device, precision, way, data):
 @given(data=st.data())
 def test_any_tiles(device, precision, data):
     sizes = [data.draw(st.sampled_from((16, 32, 64))) for _ in range(3)]
-    x, weights = problem(device, 35, 50, (20, 36), seed=1)
+    x, weights = problem(device, 35, 82, (20, 36), seed=1)
     tiles = LinearTiles(*sizes, 4, 2)
     assert faults(x, weights, precision, tiles=tiles) == []
 
@@ -95,7 +96,7 @@ def test_any_tiles(device, precision, data):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_views_among_garbage(device, precision, use_descriptors, way):
     """What lies beside the operands, in memory that is theirs too, is NaN and is not read."""
-    T, C, widths = 19, 44, (33, 8)
+    T, C, widths = 19, 76, (33, 8)
     x, weights = problem(device, T, C, widths)
 
     def amid(y):
@@ -111,12 +112,14 @@ def test_views_among_garbage(device, precision, use_descriptors, way):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_any_strides(device, precision):
     """Columns that are not contiguous, rows that are one."""
-    x, weights = problem(device, 19, 44, (33, 33))
+    x, weights = problem(device, 19, 140, (33, 33))
     turned = [w.mT.contiguous().mT for w in weights]
     assert faults(x.mT.contiguous().mT, turned, precision) == []
     assert faults(x[:1].expand(19, -1), weights, precision, use_descriptors=True) == []
     assert faults(x[:, ::2], [w[:, ::2] for w in weights], precision, use_descriptors=True) == []
-    assert faults(x[:, 1:41], [w[:, 1:41] for w in weights], precision, use_descriptors=True) == []
+    assert (
+        faults(x[:, 1:101], [w[:, 1:101] for w in weights], precision, use_descriptors=True) == []
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,7 +129,7 @@ def test_any_strides(device, precision):
 def test_what_is_not_finite_passes_through(device, precision, way, value, side):
     """As through a matmul: infinities do not become NaN in the products with low parts, and the
     largest numbers not infinite by rounding."""
-    x, weights = problem(device, 20, 40, (33, 8))
+    x, weights = problem(device, 20, 72, (33, 8))
     (x if side == "x" else weights[0])[3, 5] = value
     # Zeros meet the low parts of infinities, values of few bits have low parts of zero.
     for matrix in (x, *weights):
@@ -180,7 +183,15 @@ def matrix(rows, columns, dtype=torch.float32, **more):
     ],
 )
 def test_what_the_kernel_cannot_compute_is_refused(why, weights, x):
-    assert why in str(unusable(weights, x))
+    assert why in str(unusable(weights, x, None))
+
+
+def test_sums_of_few_terms_are_left_to_matmuls_on_a_gpu():
+    """There fp32 is nearly exact, and tensor cores truncate."""
+    for terms, is_refused in ((63, True), (64, False)):
+        operands = [matrix(8, terms)], matrix(5, terms)
+        assert (unusable(*operands, (9, 0)) is not None) is is_refused
+        assert unusable(*operands, None) is None
 
 
 def test_what_is_refused_is_multiplied_one_by_one(device):
