@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from . import (
+    angles,
     asserts,
     decide,
     layers,
@@ -240,6 +241,7 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
     if dead:
         _guarded(lambda: layers.join(graph), "joining the gradients around an attention")
         _guarded(lambda: layers_forward.join(graph), "joining the layers around an attention")
+        _guarded(lambda: angles.write_products(graph), "writing angles as products")
         asserts.erase_proven(graph)
         stable_topological_sort(graph)
         graph.eliminate_dead_code()  # lints first
