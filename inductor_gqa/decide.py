@@ -52,10 +52,9 @@ JOINED_CAPABILITY = (9, 0)
 JOINED_DTYPES = (torch.bfloat16, torch.float16)
 # Linear layers of fp32 around a fused site, with one input, computed together where that was
 # measured to be faster than matmuls (one H200, 1024 columns, 1024 or 1536 results): by precision
-# and layers in one op, fewest and most tokens. "ieee" gains 27 to 95%, "tf32" 19 to 42%; a layer
-# alone of few tokens loses, as does all of tf32 beyond.
+# and layers in one op, fewest and most tokens.
 JOINED_FORWARD = {
-    "ieee": {1: (512, 16384), 2: (512, 16384), 3: (128, 16384)},
+    "ieee": {1: (128, 16384), 2: (128, 16384), 3: (128, 16384)},
     "tf32": {3: (128, 2048)},
 }
 JOINED_FORWARD_LAYERS = 3

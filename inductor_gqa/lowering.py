@@ -114,7 +114,7 @@ def _weights_backward(*args: Any) -> list[Any]:
 
 def _linear_forward(x: Any, weights: Any, precision: str) -> list[Any]:
     from .kernels.decode import multiprocessors_of
-    from .kernels.linear_forward import plan_linear_forward, unusable
+    from .kernels.linear_forward import is_gluon, plan_linear_forward, unusable
 
     named = {"q": x} | {f"w{i}": w for i, w in enumerate(weights)}
     tensors, operands, capability = _realized_tensors(named, {})
@@ -122,6 +122,8 @@ def _linear_forward(x: Any, weights: Any, precision: str) -> list[Any]:
     why = unusable(w, operands["q"], capability)
     if why is not None:
         raise _Opaque(why)
+    if is_gluon(w, operands["q"], precision, capability):
+        raise _Opaque("Inductor launches no Gluon kernels")
     multiprocessors = multiprocessors_of(x.get_device())
     plan = plan_linear_forward(w, operands["q"], precision, capability, multiprocessors)
     return _launched(plan, tensors)

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from inductor_gqa import reference
+from inductor_gqa.kernels import gluon_linear_forward
 from inductor_gqa.kernels.decode import multiprocessors_of
+from inductor_gqa.kernels.gluon_forward import execute_sm90
+from inductor_gqa.kernels.gluon_linear_forward import plan_linear_forward_sm90
 from inductor_gqa.kernels.linear_forward_kernel import linear_forward_kernel, split_kernel
 from inductor_gqa.kernels.plan import Descriptor, Launch, Operand, Plan, execute
 
@@ -215,18 +218,33 @@ def linear_forward(
 ) -> list[torch.Tensor]:
     """Every Y_i = X W_i^T [T, N_i], contiguous, of X [T, C] and W_i [N_i, C], all fp32.
 
-    precision: "ieee" (no less exact than fp32) or "tf32" (operands rounded to nearest). Matmuls
-    one by one where the kernel cannot run; see `unusable`.
+    precision: "ieee" (no less exact than fp32) or "tf32" (operands rounded to nearest). `choices`
+    are those of `plan_linear_forward`, which then makes the plan. Matmuls one by one where the
+    kernel cannot run; see `unusable`.
     """
     w = tuple(Operand.of(y) for y in weights)
     capability = torch.cuda.get_device_capability(x_TC.device) if x_TC.is_cuda else None
     multiprocessors = multiprocessors_of(x_TC.device)
     more = tuple(sorted(choices.items()))
-    plan = _planned(w, Operand.of(x_TC), precision, capability, multiprocessors, more)
+    x = Operand.of(x_TC)
+    plan = _planned(w, x, precision, capability, multiprocessors, more)
     if plan is None:
         return reference.linear_forward(x_TC, weights)
     tensors = {"q": x_TC, "x": x_TC} | {f"w{i}": y for i, y in enumerate(weights)}
-    return list(execute(plan, tensors))
+    run = execute_sm90 if not choices and is_gluon(w, x, precision, capability) else execute
+    return list(run(plan, tensors))
+
+
+def is_gluon(
+    weights: Sequence[Operand],
+    x: Operand,
+    precision: str,
+    capability: tuple[int, int] | None,
+) -> bool:
+    """Whether the kernel for sm_90 computes these layers, which are not `unusable`."""
+    if gluon_linear_forward.unusable(weights, x, capability) is not None:
+        return False
+    return gluon_linear_forward.is_faster(x.shape[0], precision)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -241,4 +259,6 @@ def _planned(
     """The plan, made once for equal calls, or None where the kernel cannot run."""
     if unusable(weights, x, capability) is not None:
         return None
+    if not choices and is_gluon(weights, x, precision, capability):
+        return plan_linear_forward_sm90(weights, x, precision, multiprocessors)
     return plan_linear_forward(weights, x, precision, capability, multiprocessors, **dict(choices))

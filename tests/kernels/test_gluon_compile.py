@@ -9,6 +9,7 @@ from kernels.gluon_reports import compiled, faults, records_of
 
 from inductor_gqa.kernels.gluon_backward import plan_backward_sm90
 from inductor_gqa.kernels.gluon_forward import Switches, plan_forward_sm90
+from inductor_gqa.kernels.gluon_linear_forward import TILES, plan_linear_forward_sm90
 from inductor_gqa.kernels.gluon_tiles import WHY_NOT
 from inductor_gqa.kernels.gluon_weights import plan_weights_backward_sm90
 from inductor_gqa.kernels.gluon_weights_forward import (
@@ -41,6 +42,10 @@ CASES = (
     "D64-fp32-weights-rope",
     "D64-fp32-weights-odd-causal",
     "D64-fp32-weights-odd-rope-short",
+    "linear-ieee-128x32",
+    "linear-ieee-32x32",
+    "linear-tf32-64x64",
+    "linear-tf32-32x64",
 )
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
@@ -86,8 +91,20 @@ def given(case):
     return WeightsBackward(tensors, D**-0.5, 4, capability=(9, 0))
 
 
+def layers(case):
+    """Three layers of fp32 with one input."""
+    _, precision, sizes = case.split("-")
+    tiles = next(t for t in TILES[precision] if f"{t.BN}x{t.BK}" == sizes)
+    operands = {f"w{i}": Operand.contiguous((256, 1024), torch.float32) for i in range(3)}
+    x = Operand.contiguous((512, 1024), torch.float32)
+    plan = plan_linear_forward_sm90(list(operands.values()), x, precision, tiles=tiles)
+    return records_of(case, plan, operands | {"x": x})
+
+
 def records(case):
     """The Gluon launches of a case."""
+    if "linear" in case:
+        return layers(case)
     if "given" in case:
         subject = given(case)
         plan = plan_weights_backward_sm90(subject)
