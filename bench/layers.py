@@ -1,9 +1,10 @@
-"""Gradients of linear layers that share their input: one launch of ours beside separate matmuls.
+"""Linear layers that share their input: one launch of ours beside separate matmuls, for their
+gradients in bf16 or fp16, or with --forward for their results in fp32.
 
-matmuls   dX as a chain of addmm, then every dW, by cuBLAS
+matmuls   dX as a chain of addmm, then every dW; or every result; by cuBLAS
 chosen    one launch with the tile that is taken by default, and in `joins` whether the pass would
           write it at this size
-wide, narrow, slim   one launch with a given tile
+wide, narrow, slim   one launch with a given tile (of the gradients)
 
 Each variant is compared with fp64 first, at the very size that is timed: what is off by more than
 the separate matmuls (a fiftieth more in the norm, at most) is reported and not timed. Times are
@@ -16,9 +17,10 @@ checks the op and times nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,15 @@ PROBLEMS = (
     "o-1024-1024",
     "qkv-768-768-768-768",
     "o-768-768",
+)
+FORWARD_PROBLEMS = (
+    "qkv-1024-1024-256-256",
+    "o-1024-1024",
+    "kv-1024-512-512",
+    "qkv-2048-2048-512-512",
+    "o-2048-2048",
+    "qkv-4096-4096-1024-1024",
+    "qkv-768-768-768-768",
 )
 TOKENS = (64, 128, 131, 256, 293, 512, 691, 898, 1024, 2048, 4096, 8192, 16384)
 TINY_PROBLEMS, TINY_TOKENS = ("qkv-64-64-16-16", "o-32-64"), (7, 40)
@@ -77,14 +88,18 @@ def drawn(
     return grads, [normal(n, columns) / columns**0.5 for n in widths], normal(tokens, columns)
 
 
-def would_join(weights: Tensors, x: torch.Tensor) -> bool:
+def would_join(weights: Tensors, x: torch.Tensor, precision: str = "") -> bool:
     """What the pass would decide, asked with nodes that carry these tensors."""
+    if precision:
+        weights = [weight.mT for weight in weights]
     graph = torch.fx.Graph()
     nodes: list[torch.fx.Node] = []
     for n, tensor in enumerate((*weights, x)):
         node = graph.placeholder(f"x{n}")
         node.meta["val"] = tensor
         nodes.append(node)
+    if precision:
+        return decide.joins_forward(nodes[:-1], nodes[-1], precision)
     return decide.joins(nodes[:-1], nodes[-1])
 
 
@@ -104,6 +119,47 @@ def measured(problem: str, tokens: int, args: argparse.Namespace, device: torch.
     else:
         calls["chosen"] = lambda: ops.linear_backward(grads, weights, x)
     row: Row = {"problem": problem, "tokens": tokens, "joins": would_join(weights, x), "us": {}}
+    return judged(row, calls, truth, allowed, args, device)
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Generator[None, None, None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def measured_forward(
+    problem: str, tokens: int, args: argparse.Namespace, device: torch.device
+) -> Row:
+    """As `measured`, of the results of the layers in fp32."""
+    columns, *widths = (int(n) for n in problem.split("-")[1:])
+    _, weights, x = drawn(columns, widths, tokens, torch.float32, device)
+    truth = [x.double() @ weight.double().mT for weight in weights]
+
+    def separate() -> Tensors:
+        with matmul_precision(args.forward):
+            return [x @ weight.mT for weight in weights]
+
+    calls = {"matmuls": separate, "chosen": lambda: ops.linear_forward(x, weights, args.forward)}
+    allowed = [MARGIN * e for e in errors(separate(), truth)]
+    row: Row = {"problem": problem, "tokens": tokens, "us": {}}
+    row["joins"] = would_join(weights, x, args.forward)
+    return judged(row, calls, truth, allowed, args, device)
+
+
+def judged(
+    row: Row,
+    calls: dict[str, Callable[[], Tensors]],
+    truth: Tensors,
+    allowed: list[float],
+    args: argparse.Namespace,
+    device: torch.device,
+) -> Row:
+    """The row with what is wrong in it, and the times of what is right."""
     found = {name: errors(call(), truth) for name, call in calls.items()}
     del truth
     wrong = {
@@ -132,13 +188,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
     parser.add_argument("--problems", type=names, help=f"default: {','.join(PROBLEMS)}")
     parser.add_argument("--tokens", type=numbers, help=f"default: {','.join(map(str, TOKENS))}")
+    parser.add_argument(
+        "--forward", choices=("ieee", "tf32"), help="results in fp32, at this precision"
+    )
     parser.add_argument("--tiles", type=names, default=[], help=f"of {','.join(TILES)}, or none")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=11, help="timings of each (default: 11)")
     parser.add_argument("--tiny", action="store_true", help="sizes for a test on a CPU")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON record here")
     args = parser.parse_args(argv)
-    args.problems = args.problems or list(TINY_PROBLEMS if args.tiny else PROBLEMS)
+    problems = FORWARD_PROBLEMS if args.forward else PROBLEMS
+    args.problems = args.problems or list(TINY_PROBLEMS if args.tiny else problems)
     args.tokens = args.tokens or list(TINY_TOKENS if args.tiny else TOKENS)
     for tile in args.tiles:
         if tile not in TILES:
@@ -153,11 +213,13 @@ def main(argv: list[str] | None = None) -> int:
         print("layers: no CUDA device; --tiny checks on the CPU", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    result = record("layers", vars(args) | {"out": None}, device)
+    name = "layers_forward" if args.forward else "layers"
+    measured_ = measured_forward if args.forward else measured
+    result = record(name, vars(args) | {"out": None}, device)
     result["rows"] = rows = []
     for problem in args.problems:
         for tokens in args.tokens:
-            row = measured(problem, tokens, args, device)
+            row = measured_(problem, tokens, args, device)
             rows.append(row)
             if row["wrong"]:
                 print(f"{problem:26} {tokens:6} WRONG {row['wrong']}", flush=True)

@@ -29,15 +29,27 @@ def test_checks_every_problem(script, tmp_path):
     assert [(row["problem"], row["tokens"]) for row in rows] == wanted
 
 
-def test_a_wrong_result_is_reported_and_fails_the_run(script, monkeypatch, capsys):
-    exact = script.ops.linear_backward
-    name = "ops" if not torch.cuda.is_available() else "joined"
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_checks_the_results_of_every_problem(script, precision, tmp_path):
+    out = tmp_path / "layers.json"
+    assert script.main(["--tiny", "--forward", precision, "--out", str(out)]) == 0
+    made = json.loads(out.read_text())
+    wanted = [(problem, n) for problem in script.TINY_PROBLEMS for n in script.TINY_TOKENS]
+    assert [(row["problem"], row["tokens"]) for row in made["rows"]] == wanted
+    assert made["benchmark"] == "layers_forward"
+
+
+@pytest.mark.parametrize("name", ["linear_backward", "linear_forward"])
+def test_a_wrong_result_is_reported_and_fails_the_run(script, name, monkeypatch, capsys):
+    exact = getattr(script.ops, name)
+    options = ["--forward", "ieee"] if name == "linear_forward" else []
+    is_launcher = torch.cuda.is_available() and name == "linear_backward"
 
     def slightly_off(*args):
         return [1.01 * x for x in exact(*args)]
 
-    monkeypatch.setattr(getattr(script, name), "linear_backward", slightly_off)
-    assert script.main(["--tiny"]) == 1
+    monkeypatch.setattr(script.joined if is_launcher else script.ops, name, slightly_off)
+    assert script.main(["--tiny", *options]) == 1
     assert "WRONG" in capsys.readouterr().out
 
 
