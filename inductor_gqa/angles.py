@@ -1,8 +1,9 @@
-"""Writes the outer products in the angles of a fused site's rotation as pointwise products.
+"""Makes the tables of a fused site's rotation cheap: one kernel, in front of all else.
 
-Positions times frequencies are often spelled as a matmul whose sums have one term. As a product
-that is the same number, in fp32 whatever the precision of matmuls, and Inductor makes one kernel of
-positions, angles, cosines and sines.
+Positions times frequencies are often spelled as a matmul whose sums have one term. As a pointwise
+product that is the same number, in fp32 whatever the precision of matmuls, and Inductor makes one
+kernel of positions, angles, cosines and sines. In front, it stands between no two launches of ours,
+of which the next may begin while the one before it ends.
 """
 
 from __future__ import annotations
@@ -35,6 +36,22 @@ def write_products(graph: torch.fx.Graph) -> int:
     return written
 
 
+def move_to_front(graph: torch.fx.Graph) -> None:
+    """Moves what the tables are made of in front of all that computes; an order that this breaks is
+    for `stable_topological_sort` to mend."""
+    makers = {node for node in _makers(graph) if _is_passed(node)}
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for node in [node for node in graph.nodes if node in makers and node is not first]:
+        first.prepend(node)
+
+
+def _is_passed(node: Node) -> bool:
+    """Whether a path goes on beyond the node: it is a view, or pointwise and draws no numbers."""
+    tags = getattr(node.target, "tags", ())
+    is_drawn = torch.Tag.nondeterministic_seeded in tags
+    return node.target in PASSED or (torch.Tag.pointwise in tags and not is_drawn)
+
+
 def _makers(graph: torch.fx.Graph) -> Iterator[Node]:
     """Nodes that tables are made of, as far as views and pointwise ops reach, and what ends each
     path."""
@@ -51,7 +68,7 @@ def _makers(graph: torch.fx.Graph) -> Iterator[Node]:
             continue
         seen.add(node)
         yield node
-        if node.target in PASSED or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if _is_passed(node):
             todo += node.all_input_nodes
 
 

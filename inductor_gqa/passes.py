@@ -242,6 +242,7 @@ def fuse(graph: torch.fx.Graph, settings: Settings) -> list[report.Record]:
         _guarded(lambda: layers.join(graph), "joining the gradients around an attention")
         _guarded(lambda: layers_forward.join(graph), "joining the layers around an attention")
         _guarded(lambda: angles.write_products(graph), "writing angles as products")
+        _guarded(lambda: angles.move_to_front(graph), "moving tables to the front")
         asserts.erase_proven(graph)
         stable_topological_sort(graph)
         graph.eliminate_dead_code()  # lints first

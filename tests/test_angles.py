@@ -4,8 +4,9 @@ traced here without that decomposition."""
 
 import pytest
 import torch
-from fused import WITH_WEIGHTS
+from fused import WITH_WEIGHTS, run
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_gqa import angles, ops
@@ -100,9 +101,41 @@ def test_what_is_no_table_stays():
     assert angles.write_products(graph.graph) == 0
 
 
+def test_tables_are_made_before_all_else():
+    from test_layers_forward import seeds
+
+    programs = seeds()
+    seen = run(programs.forward_075, *programs.inputs_075(1, 24, False, "cpu"), train=False)
+    assert seen.count(WITH_WEIGHTS) == 1
+    (graph,) = seen.graphs
+    order = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+    assert max(order.index(f"aten.{name}.default") for name in ("cos", "sin")) < order.index(
+        "aten.mm.default"
+    )
+
+
+def test_tables_that_are_made_of_the_data_stay_behind_it():
+    """And numbers that are drawn are drawn in their order."""
+
+    def program(q, x):
+        noise = torch.rand_like(q)
+        table = ((x @ x.mT)[:, :1] + torch.rand_like(x)).expand(B, L, D).cos()
+        return attention(table, table, q + noise)
+
+    given = torch.randn(B, L, 1, 2, D), torch.randn(L, D)
+    graph = trace(program, *given)
+    torch.manual_seed(0)
+    expected = graph(*given)
+    angles.move_to_front(graph.graph)
+    stable_topological_sort(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    torch.manual_seed(0)
+    assert torch.equal(graph(*given), expected)
+
+
 @pytest.mark.gpu
 def test_the_program_that_returns_its_weights_has_no_matmul_for_its_tables():
-    from fused import run
     from test_layers_forward import seeds
 
     programs = seeds()
