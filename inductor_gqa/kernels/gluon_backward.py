@@ -180,6 +180,7 @@ def plan_backward_sm90(
             4,
             1,
             {name: x for name, x in boxes.items() if name in parameters},
+            is_early=True,
         )
 
     launches = (

@@ -12,6 +12,7 @@ import triton.language as tl
 from inductor_gqa.kernels.gluon_ends import BM, leave, padded_head, padded_rows, store_part
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
+    begin_early,
     gl,
     group_barrier,
     hand_back,
@@ -174,6 +175,7 @@ def keys_sm90_kernel(
     for j in gl.static_range(SLOTS):
         mbarrier.init(bars.index(Q_FULL + 2 * SLOTS + j), count=2)
     fence_async_shared()
+    begin_early()
     sizes = (B, L, S, band_lo, band_hi)
     gl.warp_specialize([
         (keys_consumer, (0, held_smem, smem, bars, dk_desc, dv_desc, parts_ptr, rows_ptr,

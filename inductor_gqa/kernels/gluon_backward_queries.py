@@ -6,6 +6,7 @@ from inductor_gqa.kernels.gluon_ends import BM, leave, padded_head, padded_rows,
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
     barriers,
+    begin_early,
     gl,
     hand_back,
     hidden_scores,
@@ -144,6 +145,7 @@ def queries_sm90_kernel(
     k_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     v_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     fence_async_shared()
+    begin_early()
     sizes = (B, L, S, band_lo, band_hi)
     tables = (cos_ptr, sin_ptr, stride_cos_b, stride_cos_n, stride_sin_b, stride_sin_n)
     gl.warp_specialize([

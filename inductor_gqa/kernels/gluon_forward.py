@@ -203,7 +203,7 @@ def plan_forward_sm90(
     if turns_q:  # not copied: the parameter only names the buffer's layout
         boxes["q_desc"] = boxes["o_desc"]
     grid = min(n_tiles, multiprocessors) if switches.is_persistent else n_tiles
-    launches += (Launch(forward_sm90_kernel, (grid,), pointers, scalars, 4, 1, boxes),)
+    launches += (Launch(forward_sm90_kernel, (grid,), pointers, scalars, 4, 1, boxes, True),)
     if attention.rules & rules.EMPTY_ROWS.value:
         launches += (filling_launch(attention),)
     return Plan(scratch | outputs, launches, ("out", "lse"))
@@ -236,13 +236,7 @@ def execute_sm90(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> tuple[torch
             arguments[name] = TensorDescriptor(
                 x, list(box.shape), list(box.strides), list(box.block), layout
             )
-        launch.kernel[launch.grid](
-            **arguments,
-            **launch.scalars,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-            enable_fp_fusion=True,
-        )
+        launch.kernel[launch.grid](**arguments, **launch.scalars, **launch.options)
     return tuple(slots[name] for name in plan.results)
 
 

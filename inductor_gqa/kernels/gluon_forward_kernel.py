@@ -11,6 +11,7 @@ import triton.language as tl
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
     barriers,
+    begin_early,
     gl,
     group_barrier,
     hand_back,
@@ -262,6 +263,7 @@ def forward_sm90_kernel(
     v_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     token = barriers(2, 1)
     fence_async_shared()
+    begin_early()
     mbarrier.arrive(token.index(0), count=1)  # the first group goes first
     sizes = (n_tiles, B, L, S, band_lo, band_hi)
     q_rows = (q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d)

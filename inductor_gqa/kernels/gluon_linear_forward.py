@@ -112,5 +112,5 @@ def plan_linear_forward_sm90(
     scalars |= {"PARTS": 2 if precision == "ieee" else 1, "LAYERS": len(weights)}
     scalars |= {"BN": tiles.BN, "BK": tiles.BK, "SLOTS": tiles.slots, "SHARED": tiles.is_shared}
     grid = (min(n_tiles, multiprocessors),)
-    launch = Launch(linear_forward_sm90_kernel, grid, pointers, scalars, 4, 1, boxes)
+    launch = Launch(linear_forward_sm90_kernel, grid, pointers, scalars, 4, 1, boxes, True)
     return Plan(results, (launch,), tuple(results))

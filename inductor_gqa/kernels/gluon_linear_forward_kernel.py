@@ -14,6 +14,7 @@ import triton.language as tl
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
     barriers,
+    begin_early,
     gl,
     group_barrier,
     hand_back,
@@ -286,6 +287,7 @@ def linear_forward_sm90_kernel(
     full, ready, empty = barriers(SLOTS, 1), barriers(SLOTS, 1), barriers(SLOTS, GROUPS)
     bars = (full, ready, empty, barriers(1, 1), barriers(1, 1))
     fence_async_shared()
+    begin_early()
     sizes = (n_tiles, T, C, n0, n1, n2)
     sources = (
         x_ptr, w0_ptr, w1_ptr, w2_ptr, y0_ptr, y1_ptr, y2_ptr, stride_x_t, stride_w0_n,

@@ -10,6 +10,7 @@ try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     WHY_NOT = None
     jit = gluon.jit
@@ -23,6 +24,14 @@ except (ImportError, AttributeError) as problem:
 
     def jit(fn=None, **options):
         return fn or (lambda fn: fn)
+
+
+@jit
+def begin_early():
+    """The launch before this one may still run, and the next one may begin: see `Launch.is_early`.
+    In front of all that touches memory."""
+    gdc_launch_dependents()
+    gdc_wait()
 
 
 @jit

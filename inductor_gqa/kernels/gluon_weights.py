@@ -201,6 +201,7 @@ def _launch(
         4,
         1,
         {name: boxes[name] for name in names if name in boxes},
+        is_early=True,
     )
 
 

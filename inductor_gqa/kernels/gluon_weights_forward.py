@@ -96,7 +96,7 @@ def plan_weights_forward_sm90(
     parts = 1 if attention.dot_precision == "tf32" else 2
     is_inside = turns_queries(attention)
     wants = {"q": "cos_q" in tensors and not is_inside, "k": True, "v": True}
-    scratch, prepared = preparation(attention, wants, True, parts, is_paired=True)
+    scratch, prepared = preparation(attention, wants, True, parts, True, True)
     name = "q_prepared" if wants["q"] else "q"
     q, v = {**tensors, **scratch}[name], scratch["v_prepared"]
     outputs = {
@@ -126,7 +126,7 @@ def plan_weights_forward_sm90(
     if S % 4 == 0:
         boxes["p_desc"] = _box("weights", weights, (0, 1, 2, 3, 4))
     grid = (min(n_tiles, multiprocessors),)
-    launch = Launch(weights_forward_sm90_kernel, grid, pointers, scalars, 4, 1, boxes)
+    launch = Launch(weights_forward_sm90_kernel, grid, pointers, scalars, 4, 1, boxes, True)
     return Plan(scratch | outputs, (prepared, launch), ("out", "weights", "lse"))
 
 

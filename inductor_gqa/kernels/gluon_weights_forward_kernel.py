@@ -12,6 +12,7 @@ import triton.language as tl
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
     barriers,
+    begin_early,
     gl,
     group_barrier,
     jit,
@@ -174,6 +175,7 @@ def weights_forward_sm90_kernel(
     q_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, 1, 1, BM, 1, D], k_desc.layout)
     bars = (barriers(SLOTS, 1), barriers(SLOTS, GROUPS))
     fence_async_shared()
+    begin_early()
     sizes = (n_tiles, B, L, S, band_lo, band_hi)
     q_rows = (q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d)
     tables = (cos_ptr, sin_ptr, stride_table_b, stride_table_l, stride_table_w)

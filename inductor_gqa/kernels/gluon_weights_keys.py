@@ -12,6 +12,7 @@ import triton.language as tl
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
     barriers,
+    begin_early,
     gl,
     group_barrier,
     hand_back,
@@ -170,6 +171,7 @@ def weights_keys_sm90_kernel(
     q_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     g_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     fence_async_shared()
+    begin_early()
     sizes = (n_tiles, L, S, first_dk, first_dv)
     tables = (cos_ptr, sin_ptr, stride_cos_b, stride_cos_n, stride_sin_b, stride_sin_n)
     gl.warp_specialize([

@@ -11,6 +11,7 @@ import triton.language as tl
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
     barriers,
+    begin_early,
     gl,
     hand_back,
     jit,
@@ -153,6 +154,7 @@ def weights_queries_sm90_kernel(
     k_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     v_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     fence_async_shared()
+    begin_early()
     sizes = (n_tiles, L, S, first)
     tables = (cos_ptr, sin_ptr, stride_cos_b, stride_cos_n, stride_sin_b, stride_sin_n)
     gl.warp_specialize([

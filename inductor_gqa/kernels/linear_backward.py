@@ -167,7 +167,7 @@ def plan_linear_backward(
     scalars = {f"n{i}": widths[i] if i < len(widths) else 0 for i in range(MOST)}
     scalars |= {"T": tokens, "C": columns, "n_sums": tiling.n_sums, **share._asdict()}
     scalars |= {"PARTS": len(grads), "BN": BN, "SLOTS": tile.slots}
-    launch = Launch(linear_backward_sm90_kernel, (programs,), {}, scalars, 4, 1, boxes)
+    launch = Launch(linear_backward_sm90_kernel, (programs,), {}, scalars, 4, 1, boxes, True)
     return Plan(allocate, (launch,), ("dx", *(f"dw{i}" for i in range(len(grads)))))
 
 

@@ -9,6 +9,7 @@ time is left (see `linear_backward.spread`), so that no wave of either kind runs
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
     barriers,
+    begin_early,
     gl,
     group_barrier,
     hand_back,
@@ -232,6 +233,7 @@ def linear_backward_sm90_kernel(
     staging = gl.allocate_shared_memory(DTYPE, [2, ROWS, BN], dx_desc.layout)
     bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     fence_async_shared()
+    begin_early()
     sizes = (T, C, n0, n1, n2, n_sums)
     share = (n_hi, q_hi, extra_hi, q_lo, extra_lo)
     dws = (dw0_desc, dw1_desc, dw2_desc)

@@ -57,7 +57,8 @@ class Descriptor:
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """One kernel call: `tensors` and `descriptors` map parameters to slots, `scalars` to numbers
-    and constexprs."""
+    and constexprs. `is_early`: it may begin while the launch before it ends, for which the kernel
+    waits itself."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -66,6 +67,16 @@ class Launch:
     num_warps: int
     num_stages: int
     descriptors: Mapping[str, Descriptor] = dataclasses.field(default_factory=dict)
+    is_early: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told."""
+        # Fusion is stated because the default changes with Triton's version, and the exponential's
+        # argument must be one FMA.
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options["enable_fp_fusion"] = True
+        return options | ({"launch_pdl": True} if self.is_early else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,15 +297,7 @@ def execute(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tens
         arguments |= {
             name: _tiled(slots[box.slot], box) for name, box in launch.descriptors.items()
         }
-        # Fusion is stated because the default changes with Triton's version, and the exponential's
-        # argument must be one FMA.
-        launch.kernel[launch.grid](
-            **arguments,
-            **launch.scalars,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-            enable_fp_fusion=True,
-        )
+        launch.kernel[launch.grid](**arguments, **launch.scalars, **launch.options)
     return tuple(slots[name] for name in plan.results)
 
 

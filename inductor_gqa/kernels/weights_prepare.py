@@ -12,6 +12,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inductor_gqa.kernels.plan import Attention, Launch, Operand, named_strides
 from inductor_gqa.kernels.rotate import lanes, load_lanes
@@ -80,8 +81,12 @@ def prepare_kernel(
     EP: tl.constexpr,
     START: tl.constexpr, W_Q: tl.constexpr, W_K: tl.constexpr, INTERLEAVED: tl.constexpr,
     ROUND_Q: tl.constexpr, ROUND: tl.constexpr, SPLIT: tl.constexpr, PAIRED: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """EARLY (sm_90): the launch before this one may still run, and the next may begin."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     # Heads vary fastest: neighbours share the rows of cos and sin in L2.
     pid = tl.program_id(0)
     if pid < query_programs:
@@ -158,12 +163,13 @@ def preparation(
     is_rounded: bool,
     parts: int = 0,
     is_paired: bool = False,
+    is_early: bool = False,
 ) -> tuple[dict[str, Operand], Launch]:
     """Writes `x_prepared` for every x of q, k and v that is wanted: [B, L, K, R, D], [B, S, K, D]
     and [B, K, E, pitch], rounded to tf32 or not.
 
     `parts` 1 or 2 puts a dimension of that size in front of k and v: rounded numbers, and what
-    rounding took from them; q is then left to the attention to round.
+    rounding took from them; q is then left to the attention to round. `is_early` as of a `Launch`.
     """
     tensors = attention.tensors
     B, L, S, K, R, D, E = attention.sizes
@@ -185,6 +191,7 @@ def preparation(
         "ROUND": is_rounded,
         "SPLIT": parts == 2,
         "PAIRED": is_paired,
+        "EARLY": is_early,
     }
     scalars |= {
         "K": K,
@@ -212,9 +219,8 @@ def preparation(
     }
     sources = {f"{name}_ptr": name if name in tensors else "q" for name in layouts}
     sources |= {f"{x}_out_ptr": f"{x}_prepared" if wants[x] else x for x in ("q", "k", "v")}
-    launch = Launch(
-        prepare_kernel, (sum(programs.values()),), sources, scalars, num_warps=4, num_stages=1
-    )
+    grid = (sum(programs.values()),)
+    launch = Launch(prepare_kernel, grid, sources, scalars, 4, 1, is_early=is_early)
     in_front = (parts,) if parts else ()
     shapes = {"q": tensors["q"].shape, "k": (*in_front, *tensors["k"].shape)}
     shapes["v"] = (*in_front, B, K, E, pitch)
