@@ -4,6 +4,10 @@ import os
 import sys
 from pathlib import Path
 
+# As many processes run tests as there are cores, so threads of theirs would wait for each other;
+# read when torch is imported, here and in processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -14,6 +18,8 @@ sys.path.append(str(Path(__file__).parent))
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
+    # A pool of compile workers costs every process seconds and has no core of its own to run on.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     from kernels.interpreter import use_interpreter
 
     use_interpreter()
