@@ -34,9 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # NumPy, which computes for the interpreter, warns about the infinities that a masked softmax is
     # made of.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+    # Files in the order below; pytest-xdist would begin with those that have most tests.
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files with slow tests come first: one at the end would run alone, beside an idle core.
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in slow)
     if HAS_GPU:
         return
     for item in items:
