@@ -1,5 +1,6 @@
 """Triton's interpreter where there is no GPU, hypothesis profiles, and the marker `gpu`."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -23,6 +24,10 @@ if not HAS_GPU:
     from kernels.interpreter import use_interpreter
 
     use_interpreter()
+
+# A compile makes a hundred thousand objects that stay: looking through all that torch holds after
+# every 700 of them takes an eighth of the time of the tests that compile.
+gc.set_threshold(50_000, 20, 50)
 
 slow_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=12, print_blob=True, **slow_is_fine)
