@@ -26,6 +26,13 @@ HEADS_003, KV_HEADS_003, WIDTH_003, HIDDEN_003 = 32, 8, 128, 5120
 HEADS_075, KV_HEADS_075, WIDTH_075, HIDDEN_075 = 16, 4, 64, 1024
 
 
+def use_few_heads() -> None:
+    """Groups and widths of heads as they are, but two groups and a narrow hidden state: for a CPU,
+    on which products of the real sizes take all the time."""
+    globals().update(HEADS_003=8, KV_HEADS_003=2, HIDDEN_003=160)
+    globals().update(HEADS_075=8, KV_HEADS_075=2, HIDDEN_075=96)
+
+
 def turned_back(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Adjoint of x * cos + rotate_half(x) * sin: the product with sin comes before the halves
     swap."""

@@ -231,7 +231,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checks", type=int, default=10, help="rounds of checks (default: 10)")
     parser.add_argument("--rounds", type=int, default=50, help="timed replays (default: 50)")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile beforehand")
-    parser.add_argument("--tiny", action="store_true", help="two small shapes, for a test on a CPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="two small shapes, few heads, for a CPU"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON record here")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -276,6 +278,8 @@ def measure(args: argparse.Namespace, compiled: list[dict[str, Any]]) -> dict[st
 def main(argv: list[str] | None = None) -> int:
     """Returns 1 where a case is wrong."""
     args = parse(argv)
+    if args.tiny:
+        seed_programs.use_few_heads()
     compiled: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         if not args.compile_only:

@@ -1,8 +1,13 @@
 """Triton's interpreter where there is no GPU, hypothesis profiles, and the marker `gpu`."""
 
+import gc
 import os
 import sys
 from pathlib import Path
+
+# As many processes run tests as there are cores, so threads of theirs would wait for each other;
+# read when torch is imported, here and in processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -14,9 +19,15 @@ sys.path.append(str(Path(__file__).parent))
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
+    # A pool of compile workers costs every process seconds and has no core of its own to run on.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     from kernels.interpreter import use_interpreter
 
     use_interpreter()
+
+# A compile makes a hundred thousand objects that stay: looking through all that torch holds after
+# every 700 of them takes an eighth of the time of the tests that compile.
+gc.set_threshold(50_000, 20, 50)
 
 slow_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=12, print_blob=True, **slow_is_fine)
@@ -28,9 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # NumPy, which computes for the interpreter, warns about the infinities that a masked softmax is
     # made of.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+    # Files in the order below; pytest-xdist would begin with those that have most tests.
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files with slow tests come first: one at the end would run alone, beside an idle core.
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in slow)
     if HAS_GPU:
         return
     for item in items:

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bench" / "generate.py"
-TINY = ["--tiny", "--device", "cpu", "--rounds", "1", "--steps", "2"]
+TINY = ["--tiny", "--device", "cpu", "--rounds", "1", "--steps", "1"]
+TIMED = ["--layers", "1", "--new", "4"]  # what is checked has two layers
 
 pytest.importorskip("transformers")
 
@@ -26,7 +27,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The record of one run of all variants."""
     out = tmp_path_factory.mktemp("bench") / "generate.json"
-    done = run(*TINY, "--out", str(out))
+    done = run(*TINY, *TIMED, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())
 

@@ -63,6 +63,11 @@ def checked_addresses():
 
 def _groups(addresses, spans):
     """The addresses by the storage that begins before them: (its span, the group's last)."""
+    first, last = int(addresses.min()), int(addresses.max())
+    place = bisect.bisect_right(spans, first, key=lambda span: span[0]) - 1
+    if place >= 0 and last < spans[place][1]:  # as nearly always: all within one storage
+        yield spans[place], last
+        return
     starts = np.array([start for start, _ in spans], dtype=np.uint64)
     index = np.searchsorted(starts, addresses, side="right").astype(np.int64) - 1
     if (index < 0).any():

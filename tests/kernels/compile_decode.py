@@ -5,7 +5,6 @@ A CASE is `D128-bf16-L1-R4` with any of: causal, window, padded, bias, mask, kee
 exact, rope, tf32, sliced, doubles, descriptors, tilesBMxBNxWARPSxSTAGES.
 """
 
-import json
 import re
 import sys
 
@@ -13,7 +12,7 @@ import torch
 import triton
 from compile_plans import DTYPES, doubles_in, sliced, source_of
 from compile_weights import tiles_of
-from sass import resources, unset_registers
+from sass import print_records
 from triton.backends.compiler import GPUTarget
 
 from inductor_gqa.kernels.decode import Choices, plan_decode
@@ -72,14 +71,11 @@ def compiled(case, sm):
                 "num_stages": launch.num_stages,
             },
         )
-        registers, stack = resources(result.asm["cubin"])
         yield {
             "case": case,
             "sm": sm,
             "kernel": launch.kernel.fn.__name__,
-            "registers": registers,
-            "stack": stack,
-            "unset": unset_registers(result.asm["cubin"]),
+            "cubin": result.asm["cubin"],
             "doubles": doubles_in(result.asm["ptx"]),
             "shared": result.metadata.shared,
             "uses_tma": "cp.async.bulk.tensor" in result.asm["ptx"],
@@ -91,6 +87,5 @@ def compiled(case, sm):
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[2:]:
-        for record in compiled(wanted, int(sys.argv[1])):
-            print(json.dumps(record), flush=True)
+    target = int(sys.argv[1])
+    print_records(target, (x for wanted in sys.argv[2:] for x in compiled(wanted, target)))

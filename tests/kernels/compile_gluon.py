@@ -10,7 +10,7 @@ import json
 import sys
 
 import triton
-from sass import resources, unset_registers
+from sass import print_records
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -48,14 +48,11 @@ def compiled(record):
     options = {"num_warps": record["num_warps"], "enable_fp_fusion": True}
     target = GPUTarget("cuda", 90, 32)
     result = triton.compile(source_of(kernel, record), target=target, options=options)
-    registers, stack = resources(result.asm["cubin"])
     ptx = result.asm["ptx"]
     return {
         "name": record["name"],
         "triton": triton.__version__,
-        "registers": registers,
-        "stack": stack,
-        "unset": unset_registers(result.asm["cubin"]),
+        "cubin": result.asm["cubin"],
         "shared": result.metadata.shared,
         "products": ptx.count("wgmma.mma_async"),
         "copies": ptx.count("cp.async.bulk.tensor"),
@@ -63,5 +60,4 @@ def compiled(record):
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        print(json.dumps(compiled(json.loads(line))), flush=True)
+    print_records(90, (compiled(json.loads(line)) for line in sys.stdin))

@@ -8,13 +8,12 @@ as Inductor passes them).
 """
 
 import dataclasses
-import json
 import re
 import sys
 
 import torch
 import triton
-from sass import resources, unset_registers
+from sass import print_records
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -131,14 +130,11 @@ def compiled(case, sm, kernels=None):
                     "num_stages": launch.num_stages,
                 },
             )
-            registers, stack = resources(result.asm["cubin"])
             yield {
                 "case": case,
                 "sm": sm,
                 "kernel": name + part,
-                "registers": registers,
-                "stack": stack,
-                "unset": unset_registers(result.asm["cubin"]),
+                "cubin": result.asm["cubin"],
                 "shared": result.metadata.shared,
                 "doubles": doubles_in(result.asm["ptx"]),
                 "uses_tma": "cp.async.bulk.tensor" in result.asm["ptx"],
@@ -149,6 +145,5 @@ def compiled(case, sm, kernels=None):
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[2:]:
-        for record in compiled(wanted, int(sys.argv[1])):
-            print(json.dumps(record), flush=True)
+    target = int(sys.argv[1])
+    print_records(target, (x for wanted in sys.argv[2:] for x in compiled(wanted, target)))

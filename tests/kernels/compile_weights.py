@@ -9,14 +9,13 @@ layer, not three), tilesBMxBNxBKxWARPSxSTAGES.
 """
 
 import dataclasses
-import json
 import re
 import sys
 
 import torch
 import triton
 from compile_plans import DTYPES, doubles_in, source_of
-from sass import resources, unset_registers
+from sass import print_records
 from triton.backends.compiler import GPUTarget
 
 from inductor_gqa.kernels import gluon_weights, weights_backward
@@ -128,14 +127,11 @@ def compiled(case, sm):
                 "num_stages": launch.num_stages,
             },
         )
-        registers, stack = resources(result.asm["cubin"])
         yield {
             "case": case,
             "sm": sm,
             "kernel": launch.kernel.fn.__name__,
-            "registers": registers,
-            "stack": stack,
-            "unset": unset_registers(result.asm["cubin"]),
+            "cubin": result.asm["cubin"],
             "shared": result.metadata.shared,
             "doubles": doubles_in(result.asm["ptx"]),
             "uses_tma": "cp.async.bulk.tensor" in result.asm["ptx"],
@@ -147,6 +143,5 @@ def compiled(case, sm):
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[2:]:
-        for record in compiled(wanted, int(sys.argv[1])):
-            print(json.dumps(record), flush=True)
+    target = int(sys.argv[1])
+    print_records(target, (x for wanted in sys.argv[2:] for x in compiled(wanted, target)))

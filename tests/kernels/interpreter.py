@@ -11,6 +11,37 @@ def use_interpreter() -> None:
     """Triton reads this when kernels are decorated, so before any of them is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     _teach_bf16()
+    _patch_once_a_launch()
+
+
+def _patch_once_a_launch() -> None:
+    """Triton replaces its whole language by interpreted functions at every call of a jitted
+    function, also within a launch, for which that is done already: half of all its time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain_patch, plain_launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched = set()
+
+    @functools.cache
+    def modules_of(fn):
+        return {name for name in ("tl", "core") if names[name] in map(id, fn.__globals__.values())}
+
+    def patch(fn):
+        if not modules_of(fn) <= patched:
+            patched.update(modules_of(fn))
+            return plain_patch(fn)
+        return None
+
+    def launch(self, *args, **named):
+        patched.clear()
+        try:
+            return plain_launch(self, *args, **named)
+        finally:
+            patched.clear()
+
+    names = {"tl": id(tl), "core": id(tl.core)}
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch, launch
 
 
 def _teach_bf16() -> None:
