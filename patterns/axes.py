@@ -460,3 +460,12 @@ def _aligned(a: Sequence[Part], b: Sequence[Part]) -> list[tuple[Part, Part]]:
     if left or right:
         raise Unread("two readings of one tensor have different axes, accepted the same")
     return out
+
+
+def is_part(a: Digit, b: Digit) -> bool:
+    """Whether a is b or one of the digits that b may be cut into."""
+    return (
+        a.axis == b.axis
+        and quotient(a.stride, b.stride) is not None
+        and quotient(b.stride * b.size, a.stride * a.size) is not None
+    )

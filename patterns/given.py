@@ -19,7 +19,7 @@ import torch
 
 from inductor_gqa.site import Rotation, Table, Target, View
 
-from . import gradients, operands, rotation, terms
+from . import derivative, gradient_paths, gradients, operands, rotation, terms
 from .attention import arrangements, canonical_position
 from .axes import (
     Digit,
@@ -136,7 +136,7 @@ def _sides(product: Node, canonical: Position) -> tuple[View, Node, Position]:
     for p, g in ((a, b), (b, a)):
         if not isinstance(p, Node) or not isinstance(g, Node):
             continue
-        found = gradients.back_to_matmul(g, canonical)
+        found = gradient_paths.back_to_matmul(g, canonical)
         if found is None:
             continue
         node, position = p, canonical
@@ -177,7 +177,7 @@ def _score_gradients(
     values: ValueNumbers,
 ) -> int:
     head_dim = 0
-    for matmul, side in gradients.reached_matmuls(dp):
+    for matmul, side in gradient_paths.reached_matmuls(dp):
         left, right, result = operands.matmul_axes(matmul)
         a, b = operands.operands(matmul)
         z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
@@ -229,7 +229,7 @@ def _proven(
     names = Renaming()
     names.learn(places.pop(), weights.position)
     seen = reader.at(z, names.apply(position))
-    wanted = gradients.softmax_derivative(reader, weights, reader.load(dp, dp_position))
+    wanted = derivative.softmax_derivative(reader, weights, reader.load(dp, dp_position))
     operands.unrounded(z, dp)
     scale = _scale(seen, wanted)
     if scale is None:
@@ -295,7 +295,7 @@ def _followed(start: Node, position: Position, width: int, values: ValueNumbers)
             further = _classified(node, start, position, width, values)
             if further is not None:
                 best = further
-        followed = [user for user in node.users if user.target in gradients.FOLLOWED]
+        followed = [user for user in node.users if user.target in gradient_paths.FOLLOWED]
         if len(followed) != len(node.users):
             if waiting or node is not best.node:
                 # Something else is computed on the way: only what lies before it is this gradient.
