@@ -15,7 +15,7 @@ import torch
 
 from inductor_gqa.site import Rotation, Site, Target, View
 
-from . import dropout, masks, operands, rotation, scores
+from . import dropout, masks, operands, rotation, scores, weighted
 from .anchors import Softmax
 from .axes import (
     Digit,
@@ -32,13 +32,12 @@ from .axes import (
     shape_of,
     whole,
 )
-from .candidates import detour
 from .elements import Elements, lane_place
 from .empty_rows import may_be_empty
 from .integers import Integers
 from .operands import Operand
 from .outside import looks_turned, outside
-from .values import ValueNumbers, scalar_value
+from .values import ValueNumbers
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -55,7 +54,7 @@ class Forward:
     softmax: (
         View  # the same element in the softmax's own result, which may have a sink column beside
     )
-    product: Node  # weights times values
+    product: Node | None  # weights times values, where the graph has it
     scores: scores.Scores
     q: Operand
     k: Operand
@@ -75,19 +74,16 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     canonical = canonical_position(shape)
     last = canonical[-1]
     at_softmax = (*canonical[:-1], Place(last.digits, last.offset + beside))
-    dropped = dropout.read(weights, canonical, values)
+    dropped = _dropped(weights, canonical, values)
     used = dropped.result
-    product_ = values_matmul(used.node, used.position, values)
-    v_view, value_dim, out_names = _values_operand(product_, used.node, used.position, values)
+    found = weighted.read(used.node, used.position, values)
     read = scores.read(softmax.scores, at_softmax, values)
     if (read.sink is None) != (weights is softmax.weights):
         raise Unread(
             "a column of the softmax is dropped that is no sink, accepted a logit per head"
         )
     operands.unrounded(softmax.scores, read.matmul)
-    for operand in operands.operands(product_):
-        if operands.reaches(operand, used.node):
-            operands.unrounded(operand, softmax.weights)
+    found.unrounded(used.node, softmax.weights)
     try:
         names = score_names(read, canonical)
     except Unread as why:
@@ -95,8 +91,8 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     q_operand, k_operand = operands.operands(read.matmul)
     left, right, _ = operands.matmul_axes(read.matmul)
     head_dim = shape_of(read.matmul.args[operands.MATMULS[read.matmul.target]])[-1]  # type: ignore[arg-type]
-    if not isinstance(head_dim, int) or not isinstance(value_dim, int):
-        raise Unread(f"head dims are {head_dim} and {value_dim}, accepted static ones")
+    if not isinstance(head_dim, int) or not isinstance(found.dim, int):
+        raise Unread(f"head dims are {head_dim} and {found.dim}, accepted static ones")
     operands.free_axis("c", head_dim, "d", names)
     q = Operand(read.matmul, q_operand, names.apply(left))
     k = Operand(read.matmul, k_operand, names.apply(right))
@@ -110,19 +106,21 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         (shape[-2], shape[-1]),
     )
     dropped.check(read.matmul, mask)
-    batch, kv_heads, group = grouped(canonical[:-2], turned.q, turned.k, v_view, turned.turns, mask)
+    batch, kv_heads, group = grouped(
+        canonical[:-2], turned.q, turned.k, found.v, turned.turns, mask
+    )
     site = Site(
         anchor=weights,
         q=turned.q,
         k=turned.k,
-        v=v_view,
+        v=found.v,
         batch=batch,
         kv_heads=kv_heads,
         group=group,
         query_length=shape[-2],
         key_length=shape[-1],
         head_dim=head_dim,
-        value_dim=value_dim,
+        value_dim=found.dim,
         scale=read.scale * turned.factor,
         scale_tensor=read.scale_tensor,
         softcap=read.softcap,
@@ -133,18 +131,29 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         keep=dropped.keep,
         keep_scale=dropped.factor,
         drawn=dropped.drawn,
-        outputs=arrangements(product_, out_names.apply(operands.matmul_axes(product_)[2]), values),
+        outputs=() if found.product is None else arrangements(*found.product, values),
         zeros_empty_rows=softmax.is_guarded and may_be_empty(mask, shape[-2], shape[-1]),
         notes=turned.misses,
     )
-    if "i" in axes_in(v_view.position):
+    if "i" in axes_in(found.v.position):
         raise Unread("the values vary by query, accepted values over batch, head and key")
     for target in site.outputs:
-        operands.unrounded(target.node, product_)
+        operands.unrounded(target.node, found.product[0])  # type: ignore[index]
     whole_softmax = View(softmax.weights, at_softmax)
+    product_ = found.product and found.product[0]
     return Forward(
         softmax, site, canonical, used, whole_softmax, product_, read, q, k, *turned.lanes
     )
+
+
+def _dropped(weights: Node, canonical: Position, values: ValueNumbers) -> dropout.Dropped:
+    """The weights as the values take them; as they are, where they meet a gradient alone."""
+    try:
+        return dropout.read(weights, canonical, values)
+    except Unread:
+        if weighted.beside_gradient(weights, canonical, values) is None:
+            raise
+        return dropout.Dropped(View(weights, canonical))
 
 
 def without_sink(weights: Node) -> tuple[Node, Size]:
@@ -175,52 +184,6 @@ def sink_view(sink: View, heads_only: tuple[Digit, ...]) -> View:
 def canonical_position(shape: tuple[Size, ...]) -> Position:
     names = [str(d) for d in range(len(shape) - 2)] + ["i", "j"]
     return tuple(whole(name, n) for name, n in zip(names, shape, strict=True))
-
-
-def values_matmul(weights: Node, canonical: Position, values: ValueNumbers) -> Node:
-    """The one matmul that sums weights times values over the keys; other users of the weights are
-    checked elsewhere."""
-    found: dict[Node, None] = {}
-    for moved, user in operands.moved_users(weights, canonical):
-        if user.op != "call_function" or user.target not in operands.MATMULS:
-            continue
-        if values.comes_from_gradient(user):
-            continue
-        first = operands.MATMULS[user.target]
-        left, right, _ = operands.matmul_axes(user)
-        for k, position in ((first, left), (first + 1, right)):
-            if user.args[k] is not moved:
-                continue
-            at = operands.back_to(moved, position, weights, values)
-            if at is not None and axes_in(at[-1:]) == {"c"}:
-                found[user] = None
-    if not found and (other := detour(weights, values)) is not None:
-        raise Unread(f"the weights pass through {other} before the values, accepted dropout")
-    if len(found) != 1:
-        raise Unread(f"{len(found)} matmuls sum the weights over the keys, accepted 1")
-    (matmul,) = found
-    return matmul
-
-
-def _values_operand(
-    matmul: Node, weights: Node, canonical: Position, values: ValueNumbers
-) -> tuple[View, Size, Renaming]:
-    """V as a view, its head dim, and the names of the product's axes."""
-    left, right, _ = operands.matmul_axes(matmul)
-    a, b = operands.operands(matmul)
-    if matmul.target is aten.baddbmm.default and scalar_value(matmul.args[0]) != 0.0:
-        raise Unread(
-            "something is added to the product of weights and values, accepted the product alone"
-        )
-    for p, at_p, v, at_v, free in ((a, left, b, right, "r"), (b, right, a, left, "l")):
-        if operands.back_to(p, at_p, weights, values) is not None:
-            names = operands.renaming(p, at_p, weights, canonical, values)
-            dim = shape_of(v)[-1 if free == "r" else -2]
-            operands.free_axis(free, dim, "e", names)
-            return operands.view(v, names.apply(at_v)), dim, names
-    raise Unread(
-        "the weights are no operand of their product with the values, accepted the first operand"
-    )
 
 
 def score_names(read: scores.Scores, canonical: Position) -> Renaming:

@@ -34,10 +34,13 @@ from .axes import (
     shape_of,
     whole,
 )
+from .candidates import comes_from_product
 from .elements import Elements, by_lane
 from .moves import step
+from .naming import op_of
 from .values import ValueNumbers
 
+CAST = torch.ops.prims.convert_element_type.default
 aten = torch.ops.aten
 Node = torch.fx.Node
 
@@ -144,7 +147,24 @@ def _sides(product: Node, canonical: Position) -> tuple[View, Node, Position]:
             node, position = back
         if node.target not in operands.MATMULS:
             return View(node, position), *found
+    for factor in (a, b):
+        between = _between(factor)
+        if between is not None:
+            raise Unread(
+                f"the gradient of the weights passes through {op_of(between)} before its row sum, "
+                "as in dropout, accepted P dP alone"
+            )
     raise Unread("no product of given weights and a matmul, accepted P dP")
+
+
+def _between(node: object) -> Node | None:
+    """The op other than a rearrangement that a factor of P dP has passed through behind a matmul;
+    None where there is none."""
+    while isinstance(node, Node) and node.target in (*operands.MOVES, CAST):
+        node = node.args[0]
+    if isinstance(node, Node) and node.target in gradient_paths.LINEAR and comes_from_product(node):
+        return node
+    return None
 
 
 def _operands(dp: Node, position: Position) -> tuple[View, View, int]:
