@@ -13,24 +13,14 @@ import torch
 
 from inductor_gqa.site import Site, Target, View
 
-from . import operands, rotation, terms
+from . import operands, terms
 from .attention import arrangements
-from .axes import (
-    Digit,
-    Fixed,
-    Place,
-    Position,
-    Renaming,
-    Unread,
-    is_part,
-    quotient,
-    same,
-    shape_of,
-    whole,
-)
+from .axes import Digit, Fixed, Place, Position, Unread, quotient, same, shape_of, whole
 from .elements import Elements, by_lane
 from .gradient_paths import FOLLOWED
+from .lanes import Lanes, coefficient, strands
 from .naming import use
+from .renaming import Renaming, is_part
 from .terms import Atom
 from .values import ValueNumbers
 
@@ -45,7 +35,7 @@ def finished_targets(
     site: Site,
     start: Node,
     position: Position,
-    lanes: rotation.Lanes | None,
+    lanes: Lanes | None,
     summed: tuple[Digit, ...],
     values: ValueNumbers,
     ratio: float = 1.0,
@@ -66,7 +56,7 @@ def _finished(
     site: Site,
     start: Node,
     position: Position,
-    lanes: rotation.Lanes | None,
+    lanes: Lanes | None,
     summed: tuple[Digit, ...],
     values: ValueNumbers,
     ratio: float,
@@ -102,7 +92,7 @@ def _as_result(
     node: Node,
     start: Node,
     position: Position,
-    lanes: rotation.Lanes | None,
+    lanes: Lanes | None,
     summed: tuple[Digit, ...],
     values: ValueNumbers,
     ratio: float,
@@ -183,7 +173,7 @@ def _turned_result(
     heads: object,
     start: Node,
     position: Position,
-    lanes: rotation.Lanes,
+    lanes: Lanes,
     summed: tuple[Digit, ...],
     values: ValueNumbers,
     ratio: float,
@@ -202,7 +192,7 @@ def _turned_result(
     bare: dict[View, View] = {}  # tables in the site's axes
     seen: list[dict[Any, float]] = [{} for _ in range(count)]
     for group, read in by_lane(reader, node, at, count):
-        for strand in rotation.strands(terms.gathered(read), len(group)):
+        for strand in strands(terms.gathered(read), len(group)):
             if strand.data not in known:
                 known[strand.data] = _names_of(strand.data, start, fixed, summed, values)
             found = known[strand.data]
@@ -215,7 +205,7 @@ def _turned_result(
             for lane, term in zip(group, strand.terms(), strict=True):
                 table = None if term.table is None else bare[term.table]
                 beside = tuple(e._replace(table=bare[e.table]) for e in term.beside)
-                key = rotation.key(table, term.column, beside, term.lane)
+                key = coefficient(table, term.column, beside, term.lane)
                 seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor
     if not all(_times(have, want, ratio) for have, want in zip(seen, wanted, strict=True)):
         return None

@@ -19,13 +19,14 @@ from inductor_gqa.site import Gradients, Target, View
 
 from . import operands, terms
 from .attention import Forward
-from .axes import Digit, Place, Position, Renaming, Unread, covered, shape_of
+from .axes import Digit, Place, Position, Unread, shape_of
 from .derivative import algebra, derivative
 from .elements import Elements
 from .finished import finished_targets
 from .gradient_paths import gradient_matmul, reached_matmuls
 from .moves import broadcast
 from .naming import op_of
+from .renaming import Renaming, covered
 from .sink_gradient import sink_gradient
 from .terms import Atom, Terms
 from .values import ValueNumbers

@@ -8,9 +8,10 @@ from inductor_gqa.site import Target
 
 from . import terms
 from .attention import Forward, arrangements
-from .axes import Digit, Place, Position, Renaming, Unread, covered, is_part, same, shape_of, whole
+from .axes import Digit, Place, Position, Unread, same, shape_of, whole
 from .derivative import algebra, row_total, weight_gradient
 from .gradient_paths import reached
+from .renaming import Renaming, covered, is_part
 from .terms import Atom
 from .values import ValueNumbers
 

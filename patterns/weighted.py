@@ -14,10 +14,11 @@ import torch
 from inductor_gqa.site import View
 
 from . import operands
-from .axes import Position, Renaming, Size, Unread, axes_in, shape_of, whole
+from .axes import Position, Size, Unread, axes_in, shape_of, whole
 from .candidates import detour
 from .gradient_paths import back_to_matmul
 from .moves import broadcast
+from .renaming import Renaming
 from .values import ValueNumbers, scalar_value
 
 aten = torch.ops.aten
