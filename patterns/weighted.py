@@ -97,8 +97,8 @@ def _operand(matmul: Node, weights: Node, canonical: Position, values: ValueNumb
 def beside_gradient(weights: Node, canonical: Position, values: ValueNumbers) -> Values | None:
     """The operand of dP that varies by key, where P dP is computed."""
     for moved, user in operands.moved_users(weights, canonical):
-        if user.target is not aten.mul.Tensor:
-            continue
+        if user.target is not aten.mul.Tensor or values.comes_from_gradient(user):
+            continue  # autograd's gradient has a forward to be read from
         own = tuple(whole(f"x{d}", n) for d, n in enumerate(shape_of(user)))
         for other in user.all_input_nodes:
             gradient = None if other is moved else back_to_matmul(other, broadcast(other, own))
