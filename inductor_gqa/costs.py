@@ -55,7 +55,7 @@ def costs(site: Site | Given) -> Costs | None:
             matrices.append(weights)  # dP has the dtype of the weights that are multiplied
         if wanted & {"q", "k"}:
             matrices.append(scores)
-    flops = 2 * count * (site.head_dim + site.value_dim)
+    flops = 2 * count * (site.head_dim + (site.value_dim if site.outputs else 0))
     flops += _backward_flops(count, wanted, site.head_dim, site.value_dim)
     visible = _visible(site.mask, sizes[1], sizes[2]) / (sizes[1] * sizes[2])
     return Costs(len(matrices), count * sum(matrices), flops, visible)
@@ -90,7 +90,10 @@ def _visible(mask: Mask, query_length: int, key_length: int) -> int:
 def _matmuls(site: Site) -> tuple[int, int] | None:
     """Bytes of an element of the matmul that makes the scores and of the one that takes the
     weights; None where the graph has no such matmuls, as in a call of a fused attention."""
-    takes = _nearest(site.outputs[0].node, lambda node: node.target in MATMULS)
+    ends = site.outputs or (site.gradients.v if site.gradients else ())
+    if not ends:
+        return None
+    takes = _nearest(ends[0].node, lambda node: node.target in MATMULS)
     if takes is None or not _needs(takes, site.anchor):
         return None
     # The weights of a softmax with a sink lack a column of the scores' shape before it.

@@ -23,8 +23,6 @@ from .patterns.axes import (
     Place,
     Size,
     Unread,
-    atoms_of,
-    covered,
     product,
     quotient,
     same,
@@ -33,6 +31,7 @@ from .patterns.axes import (
 )
 from .patterns.complex_numbers import is_complex
 from .patterns.naming import op_of
+from .patterns.renaming import atoms_of, covered
 from .site import View
 
 aten, prims = torch.ops.aten, torch.ops.prims

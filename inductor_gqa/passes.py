@@ -130,6 +130,8 @@ def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
                 "the scores are returned as well, accepted scores that only the softmax needs"
             ) from None
         raise
+    if found.product is None and not rewrite.replaced(site):
+        raise Unread("0 matmuls sum the weights over the keys, accepted 1")
     kept = rewrite.leftover(site, softmax.weights)
     if kept is not None and not (site.softcap or site.sink or site.keep):
         site.weights = _returned_weights(found, values)
@@ -155,9 +157,27 @@ def _returned_weights(found: Forward, values: ValueNumbers) -> tuple[Target, ...
         if user.op == "output":
             continue  # returned as they are: no gradient, though it stands beside gradients
         if values.comes_from_gradient(user) and rewrite.survivor(user, *done):
+            if not _is_shown(site.anchor, values, done):
+                raise Unread(
+                    "the gradient of the scores is needed beside those of q, k and v, as for a "
+                    "learned scale or bias, accepted those three alone"
+                )
             raise Unread("the attention weights are returned with a gradient, accepted without one")
     ends = arrangements(site.anchor, found.canonical, values)
     return tuple(end for end in ends if rewrite.survivor(end.node, *done))
+
+
+def _is_shown(weights: torch.fx.Node, values: ValueNumbers, done: list[torch.fx.Node]) -> bool:
+    """Whether the forward has another result that is made of the weights."""
+    todo, seen = [weights], {weights, *done}
+    for node in todo:
+        for user in node.users:
+            if user.op == "output":
+                return True
+            if user not in seen and not values.comes_from_gradient(user):
+                seen.add(user)
+                todo.append(user)
+    return False
 
 
 class AttentionPass(CustomGraphPass):

@@ -95,8 +95,11 @@ class Axes:
 def write(site: Site, precision: str) -> list[tuple[Node, Node]]:
     """Inserts the ops; returns what is to be replaced, each with its replacement."""
     axes = Axes(site)
-    forward_point = first(target.node for target in site.outputs)
-    product = _product_before(forward_point, site.anchor)
+    if site.outputs:
+        forward_point = first(target.node for target in site.outputs)
+        product = _product_before(forward_point, site.anchor)
+    else:  # only the backward needs the op: the pass sorts the graph afterwards
+        product = first(target.node for target in targets(site))
     emit = Emitter(product, product)
     arguments = _arguments(site, axes, emit, precision)
     sees = None

@@ -156,13 +156,14 @@ def _weights(site: Site) -> list[str]:
 
 
 def _results(site: Site) -> str:
-    out = f"Replaced: the output ({', '.join(t.node.name for t in site.outputs)})"
+    out = f"the output ({', '.join(t.node.name for t in site.outputs)})"
     found = site.gradients
     if found is not None:
         pairs = (("q", found.q), ("k", found.k), ("v", found.v), ("the sink", found.sink))
         names = [name for name, targets in pairs if targets]
-        out += f", and the gradients of {_listed(names)}"
-    return f"{out}."
+        gradients = f"the gradients of {_listed(names)}"
+        out = f"{out}, and {gradients}" if site.outputs else gradients
+    return f"Replaced: {out}."
 
 
 def _results_of_given(site: Given) -> str:

@@ -9,36 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
 from inductor_gqa.site import Rotation, Site, Target, View
 
-from . import dropout, masks, operands, rotation, scores
+from . import dropout, masks, operands, scores, weighted
 from .anchors import Softmax
-from .axes import (
-    Digit,
-    Place,
-    Position,
-    Renaming,
-    Size,
-    Unread,
-    atoms_of,
-    axes_in,
-    covered,
-    product,
-    same,
-    shape_of,
-    whole,
-)
-from .candidates import detour
-from .elements import Elements, lane_place
+from .axes import Digit, Place, Position, Size, Unread, axes_in, product, same, shape_of, whole
 from .empty_rows import may_be_empty
 from .integers import Integers
+from .lanes import Lanes
 from .operands import Operand
-from .outside import looks_turned, outside
-from .values import ValueNumbers, scalar_value
+from .renaming import Renaming, atoms_of, covered
+from .turned import rotated
+from .values import ValueNumbers
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -55,12 +40,12 @@ class Forward:
     softmax: (
         View  # the same element in the softmax's own result, which may have a sink column beside
     )
-    product: Node  # weights times values
+    product: Node | None  # weights times values, where the graph has it
     scores: scores.Scores
     q: Operand
     k: Operand
-    q_lanes: rotation.Lanes | None
-    k_lanes: rotation.Lanes | None
+    q_lanes: Lanes | None
+    k_lanes: Lanes | None
 
 
 def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) -> Forward:
@@ -75,19 +60,16 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     canonical = canonical_position(shape)
     last = canonical[-1]
     at_softmax = (*canonical[:-1], Place(last.digits, last.offset + beside))
-    dropped = dropout.read(weights, canonical, values)
+    dropped = _dropped(weights, canonical, values)
     used = dropped.result
-    product_ = values_matmul(used.node, used.position, values)
-    v_view, value_dim, out_names = _values_operand(product_, used.node, used.position, values)
+    found = weighted.read(used.node, used.position, values)
     read = scores.read(softmax.scores, at_softmax, values)
     if (read.sink is None) != (weights is softmax.weights):
         raise Unread(
             "a column of the softmax is dropped that is no sink, accepted a logit per head"
         )
     operands.unrounded(softmax.scores, read.matmul)
-    for operand in operands.operands(product_):
-        if operands.reaches(operand, used.node):
-            operands.unrounded(operand, softmax.weights)
+    found.unrounded(used.node, softmax.weights)
     try:
         names = score_names(read, canonical)
     except Unread as why:
@@ -95,8 +77,8 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     q_operand, k_operand = operands.operands(read.matmul)
     left, right, _ = operands.matmul_axes(read.matmul)
     head_dim = shape_of(read.matmul.args[operands.MATMULS[read.matmul.target]])[-1]  # type: ignore[arg-type]
-    if not isinstance(head_dim, int) or not isinstance(value_dim, int):
-        raise Unread(f"head dims are {head_dim} and {value_dim}, accepted static ones")
+    if not isinstance(head_dim, int) or not isinstance(found.dim, int):
+        raise Unread(f"head dims are {head_dim} and {found.dim}, accepted static ones")
     operands.free_axis("c", head_dim, "d", names)
     q = Operand(read.matmul, q_operand, names.apply(left))
     k = Operand(read.matmul, k_operand, names.apply(right))
@@ -110,19 +92,21 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         (shape[-2], shape[-1]),
     )
     dropped.check(read.matmul, mask)
-    batch, kv_heads, group = grouped(canonical[:-2], turned.q, turned.k, v_view, turned.turns, mask)
+    batch, kv_heads, group = grouped(
+        canonical[:-2], turned.q, turned.k, found.v, turned.turns, mask
+    )
     site = Site(
         anchor=weights,
         q=turned.q,
         k=turned.k,
-        v=v_view,
+        v=found.v,
         batch=batch,
         kv_heads=kv_heads,
         group=group,
         query_length=shape[-2],
         key_length=shape[-1],
         head_dim=head_dim,
-        value_dim=value_dim,
+        value_dim=found.dim,
         scale=read.scale * turned.factor,
         scale_tensor=read.scale_tensor,
         softcap=read.softcap,
@@ -133,18 +117,29 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
         keep=dropped.keep,
         keep_scale=dropped.factor,
         drawn=dropped.drawn,
-        outputs=arrangements(product_, out_names.apply(operands.matmul_axes(product_)[2]), values),
+        outputs=() if found.product is None else arrangements(*found.product, values),
         zeros_empty_rows=softmax.is_guarded and may_be_empty(mask, shape[-2], shape[-1]),
         notes=turned.misses,
     )
-    if "i" in axes_in(v_view.position):
+    if "i" in axes_in(found.v.position):
         raise Unread("the values vary by query, accepted values over batch, head and key")
     for target in site.outputs:
-        operands.unrounded(target.node, product_)
+        operands.unrounded(target.node, found.product[0])  # type: ignore[index]
     whole_softmax = View(softmax.weights, at_softmax)
+    product_ = found.product and found.product[0]
     return Forward(
         softmax, site, canonical, used, whole_softmax, product_, read, q, k, *turned.lanes
     )
+
+
+def _dropped(weights: Node, canonical: Position, values: ValueNumbers) -> dropout.Dropped:
+    """The weights as the values take them; as they are, where they meet a gradient alone."""
+    try:
+        return dropout.read(weights, canonical, values)
+    except Unread:
+        if weighted.beside_gradient(weights, canonical, values) is None:
+            raise
+        return dropout.Dropped(View(weights, canonical))
 
 
 def without_sink(weights: Node) -> tuple[Node, Size]:
@@ -177,210 +172,12 @@ def canonical_position(shape: tuple[Size, ...]) -> Position:
     return tuple(whole(name, n) for name, n in zip(names, shape, strict=True))
 
 
-def values_matmul(weights: Node, canonical: Position, values: ValueNumbers) -> Node:
-    """The one matmul that sums weights times values over the keys; other users of the weights are
-    checked elsewhere."""
-    found: dict[Node, None] = {}
-    for moved, user in operands.moved_users(weights, canonical):
-        if user.op != "call_function" or user.target not in operands.MATMULS:
-            continue
-        if values.comes_from_gradient(user):
-            continue
-        first = operands.MATMULS[user.target]
-        left, right, _ = operands.matmul_axes(user)
-        for k, position in ((first, left), (first + 1, right)):
-            if user.args[k] is not moved:
-                continue
-            at = operands.back_to(moved, position, weights, values)
-            if at is not None and axes_in(at[-1:]) == {"c"}:
-                found[user] = None
-    if not found and (other := detour(weights, values)) is not None:
-        raise Unread(f"the weights pass through {other} before the values, accepted dropout")
-    if len(found) != 1:
-        raise Unread(f"{len(found)} matmuls sum the weights over the keys, accepted 1")
-    (matmul,) = found
-    return matmul
-
-
-def _values_operand(
-    matmul: Node, weights: Node, canonical: Position, values: ValueNumbers
-) -> tuple[View, Size, Renaming]:
-    """V as a view, its head dim, and the names of the product's axes."""
-    left, right, _ = operands.matmul_axes(matmul)
-    a, b = operands.operands(matmul)
-    if matmul.target is aten.baddbmm.default and scalar_value(matmul.args[0]) != 0.0:
-        raise Unread(
-            "something is added to the product of weights and values, accepted the product alone"
-        )
-    for p, at_p, v, at_v, free in ((a, left, b, right, "r"), (b, right, a, left, "l")):
-        if operands.back_to(p, at_p, weights, values) is not None:
-            names = operands.renaming(p, at_p, weights, canonical, values)
-            dim = shape_of(v)[-1 if free == "r" else -2]
-            operands.free_axis(free, dim, "e", names)
-            return operands.view(v, names.apply(at_v)), dim, names
-    raise Unread(
-        "the weights are no operand of their product with the values, accepted the first operand"
-    )
-
-
 def score_names(read: scores.Scores, canonical: Position) -> Renaming:
     """Site names of the score matmul's axes n, l and r."""
     del canonical
     names = Renaming()
     names.learn(operands.matmul_axes(read.matmul)[2], read.position)
     return names
-
-
-BothLanes: TypeAlias = tuple[rotation.Lanes | None, rotation.Lanes | None]
-
-
-@dataclass(frozen=True)
-class Turned:
-    """q and k behind their rotations, as far as those were read.
-
-    factor: what both are multiplied by beside the rotation. misses: why a rotation stays outside.
-    """
-
-    q: View
-    k: View
-    turns: tuple[Rotation | None, Rotation | None] = (None, None)
-    lanes: BothLanes = (None, None)
-    factor: float = 1.0
-    misses: tuple[str, ...] = ()
-
-
-def rotated(q: Operand, k: Operand, head_dim: int, values: ValueNumbers, rotate: bool) -> Turned:
-    """q and k behind their rotations where both read, in one order of lanes; else as the matmul has
-    them. Last, what they were multiplied by beside."""
-    plain = (operands.view(q.node, q.position), operands.view(k.node, k.position))
-    if not rotate:
-        return Turned(*plain)
-    found: list[Turn | None] = []
-    misses: dict[str, list[str]] = {}
-    for name, operand, row in (("q", q, "i"), ("k", k, "j")):
-        try:
-            found.append(read_rotation(operand, row, head_dim, values))
-        except Unread as why:
-            found.append(None)
-            if looks_turned(operand, row, values):
-                misses.setdefault(str(why), []).append(name)
-    straight = tuple(range(head_dim))
-    orders = [f.order if f else straight for f in found]
-    if orders[0] != orders[1]:
-        why = f"the lanes of q begin {_begin(orders[0])}, those of k {_begin(orders[1])}"
-        misses[f"{why}, accepted one order"] = [
-            n for n, f in zip("qk", found, strict=True) if f and f.order != straight
-        ]
-        found = [f if f and f.order == straight else None for f in found]
-    if found[0] and found[1] and _shape(found[0].turn) != _shape(found[1].turn):
-        seen = [_turning(f.turn) for f in (found[0], found[1])]
-        misses[f"q turns {seen[0]}, k {seen[1]}, accepted equal"] = ["k"]
-        found[1] = None
-    factor = 1.0
-    for f in found:
-        factor *= f.factor if f else 1.0
-    views = [f.view if f else p for f, p in zip(found, plain, strict=True)]
-    turns = tuple(f.turn if f else None for f in found)
-    lanes = tuple(f.lanes if f else None for f in found)
-    sentences = tuple(outside(why, names) for why, names in misses.items())
-    return Turned(views[0], views[1], turns, lanes, factor, sentences)  # type: ignore[arg-type]
-
-
-def _begin(order: tuple[int, ...]) -> str:
-    return ", ".join(map(str, order[:3]))
-
-
-def _turning(turn: Rotation) -> str:
-    return f"{turn.width} lanes from {turn.start} in {'pairs' if turn.interleaved else 'halves'}"
-
-
-def _shape(turn: Rotation) -> tuple[int, int, bool]:
-    return turn.start, turn.width, turn.interleaved
-
-
-def read_lanes(
-    operand: Operand,
-    row: str | None,
-    head_dim: int,
-    values: ValueNumbers,
-    stops: Iterable[Node] = (),
-    row_tables: bool = False,
-) -> rotation.Lanes:
-    """The operand's lanes over the lanes of one tensor."""
-    position = operands.fixed_lanes(operand.position, "d", lane_place(0, head_dim, head_dim))
-    reader = Elements(values, stops, row_axis=row, width=head_dim, row_tables=row_tables)
-    return rotation.lanes(reader, operand.node, position, head_dim)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A rotation that was read: its input, and the factor and the order of lanes beside it."""
-
-    view: View
-    turn: Rotation
-    order: tuple[int, ...]
-    lanes: rotation.Lanes
-    factor: float
-
-
-def read_rotation(operand: Operand, row: str, head_dim: int, values: ValueNumbers) -> Turn:
-    """The rotation of an operand. One that is scaled by position is looked for last: what stands
-    before a rotation, such as a gate, may scale by position too, and is no part of it."""
-    try:
-        return _turn(operand, row, head_dim, values, row_tables=False)
-    except Unread as why:
-        if not looks_turned(operand, row, values):
-            raise
-        try:
-            return _turn(operand, row, head_dim, values, row_tables=True)
-        except Unread:
-            raise why from None
-
-
-def _turn(
-    operand: Operand, row: str, head_dim: int, values: ValueNumbers, row_tables: bool
-) -> Turn:
-    found = read_lanes(operand, row, head_dim, values, row_tables=row_tables)
-    wanted = operand.node.meta["val"].dtype
-    if found.source.dtype != wanted:  # rounded before it turns, as by a norm in fp32
-        stops = _casts_of(found.source.node, wanted)
-        found = read_lanes(operand, row, head_dim, values, stops, row_tables)
-    factor = rotation.common_factor(found)
-    turn, order = rotation.rotation(rotation.divided(found, factor))
-    operands.unrounded(operand.node, found.source.node)
-    have = found.source.dtype
-    if have != wanted:
-        raise Unread(f"the rotation takes {have} and the matmul {wanted}, accepted equal")
-    return Turn(lane_view(found, head_dim), turn, order, found, factor)
-
-
-def _casts_of(node: Node, dtype: torch.dtype) -> list[Node]:
-    cast = torch.ops.prims.convert_element_type.default
-    return [
-        user
-        for _, user in operands.moved_users(node, (), casts=False)
-        if user.target is cast and user.meta["val"].dtype is dtype
-    ]
-
-
-def lane_view(found: rotation.Lanes, head_dim: int) -> View:
-    """The input of a rotation as a view with head dim "d" along its lanes."""
-    place = found.source.position[found.lane_dim]
-    lane = Digit("d", 1, head_dim)
-    if place.digits:  # heads and lanes in one dim
-        digit = place.digits[-1]
-        if digit.size != head_dim or found.lane_start:
-            raise Unread(
-                "the head dim is a part of a wider one within its dim, "
-                "accepted a dim or part of its own"
-            )
-        new = Place((*place.digits[:-1], lane), place.offset)
-    else:
-        new = Place((lane,), found.lane_start)
-    position = found.source.position
-    return View(
-        found.source.node, (*position[: found.lane_dim], new, *position[found.lane_dim + 1 :])
-    )
 
 
 def grouped(

@@ -9,6 +9,7 @@ one.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -30,6 +31,12 @@ REARRANGES = {
     aten.slice.Tensor,
     aten.select.int,
     aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.index_put.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_add.default,
+    aten.cumsum.default,
     aten.flip.default,
     prims.rev.default,
     aten.roll.default,
@@ -41,6 +48,7 @@ REARRANGES = {
     aten.constant_pad_nd.default,
     prims.convert_element_type.default,
 }
+PICKS = {aten.topk.default, aten.sort.default}  # values, and where they were
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,12 @@ def way_to_matmul(start: Node, values: ValueNumbers, backward: bool = False) -> 
                 continue
             if user.target in MATMULS:
                 return _path(node, before)
+            if user.target in PICKS:
+                before[user] = node
+                picked = [n for n in user.users if n.target is operator.getitem and n.args[1] == 0]
+                before.update(dict.fromkeys(picked, user))
+                todo += picked
+                continue
             grows = len(shape_of(node)) < 2 or _is_larger(user, node)
             if _is_elementwise(user) and user.target is not aten.exp.default and not grows:
                 before[user] = node

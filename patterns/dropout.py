@@ -17,10 +17,11 @@ import torch
 
 from inductor_gqa.site import Mask, View
 
-from .axes import Position, Renaming, Unread, product, same, shape_of, whole
+from .axes import Position, Unread, product, same, shape_of, whole
 from .moves import broadcast, step
 from .naming import op_of
 from .operands import MATMULS, MOVES
+from .renaming import Renaming
 from .values import ValueNumbers, is_float, scalar_value
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -16,22 +16,20 @@ from typing import Any
 import torch
 import torch._inductor.inductor_prims  # pyright: ignore[reportUnusedImport] # registers prims.fma
 
-from . import terms
+from . import joined, terms
 from .anchors import Softmax
 from .axes import (
-    Digit,
     Fixed,
     Place,
     Position,
-    Size,
     axes_in,
     same,
     shape_of,
     whole,
 )
 from .complex_numbers import view_as_real
-from .moves import broadcast, fixed, numbers, step
-from .split import Split, same_owner
+from .moves import broadcast, step
+from .split import Split
 from .terms import Atom, Terms
 from .values import MATMULS, ValueNumbers, is_float, scalar_value
 
@@ -215,6 +213,14 @@ def _are(nodes: set[Node | None], targets: Iterable[Any]) -> bool:
     return all(n is not None and (n.op == "placeholder" or n.target in targets) for n in nodes)
 
 
+def _pow(reader: Elements, node: Node, position: Position) -> Terms | None:
+    """A square."""
+    if not reader.algebra or scalar_value(node.args[1]) != 2.0:
+        return None
+    read = reader.operand(node, node.args[0], position)
+    return None if read is None else terms.multiply(read, read)
+
+
 def _neg(reader: Elements, node: Node, position: Position) -> Terms | None:
     return terms.scaled(reader.at(node.args[0], position), -1.0)  # type: ignore[arg-type]
 
@@ -253,106 +259,6 @@ def _fma(reader: Elements, node: Node, position: Position) -> Terms | None:
         return None
     a, b, c = parts
     return terms.add(terms.multiply(a, b), c)  # type: ignore[arg-type]
-
-
-def _cat(reader: Elements, node: Node, position: Position) -> Terms | None:
-    parts: list[Node] = [n for n in node.args[0] if not _is_empty(n)]  # type: ignore[union-attr]
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(position)  # type: ignore[operator]
-    place = position[dim]
-    sizes = [shape_of(n)[dim] for n in parts]
-    if len(parts) == 1:
-        return reader.at(parts[0], position)
-    if not place.is_fixed or not all(isinstance(n, int) for n in sizes):
-        return None
-    values = numbers(place) if place.digits else (int(place.offset),)
-    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
-    owners = [next(k for k, end in enumerate(ends) if v < end) for v in values]
-    same_owner(owners)
-    k = owners[0]
-    start = ends[k] - sizes[k]
-    inner = (
-        fixed(tuple(v - start for v in values), sizes[k])
-        if place.digits
-        else Place((), values[0] - start)
-    )
-    if sizes[k] == 1:
-        inner = Place()
-    return reader.at(parts[k], (*position[:dim], inner, *position[dim + 1 :]))
-
-
-def _is_empty(node: Node) -> bool:
-    return any(same(n, 0) for n in shape_of(node))
-
-
-def _slice_scatter(reader: Elements, node: Node, position: Position) -> Terms | None:
-    base, source = node.args[0], node.args[1]
-    args = (*node.args, *(0, None, None, 1)[len(node.args) - 2 :])
-    rank = len(position)
-    dim, stride = args[2] % rank, args[5]  # type: ignore[operator]
-    n, start, end = shape_of(node)[dim], args[3] or 0, args[4]
-    place = position[dim]
-    length = shape_of(source)[dim]  # type: ignore[arg-type]
-    if same(length, n):
-        return reader.at(source, position)  # type: ignore[arg-type]
-    if not place.is_fixed and stride == 1 and isinstance(start, int) and start >= 0:
-        return _scattered_run(reader, base, source, position, dim, start, length)
-    if not isinstance(n, int) or not isinstance(start, int) or not place.is_fixed:
-        return None
-    if not (end is None or isinstance(end, int)) or not isinstance(stride, int):
-        return None
-    taken = range(*slice(start, end, stride).indices(n))
-    values = numbers(place) if place.digits else (int(place.offset),)
-    same_owner([v in taken for v in values])
-    if values[0] not in taken:
-        return reader.at(base, position)  # type: ignore[arg-type]
-    lanes = tuple(taken.index(v) for v in values)
-    inner = fixed(lanes, len(taken)) if place.digits else Place((), lanes[0])
-    if len(taken) == 1:
-        inner = Place()
-    return reader.at(source, (*position[:dim], inner, *position[dim + 1 :]))  # type: ignore[arg-type]
-
-
-def _scattered_run(
-    reader: Elements, base: Any, source: Any, position: Position, dim: int, start: int, length: Size
-) -> Terms | None:
-    """A run of `source` on a base, along an axis that is no head dim: wholly in the run, or all of
-    it on zeros."""
-    place = position[dim]
-    if same(place.offset, start) and same(place.extent, length):
-        return reader.at(source, (*position[:dim], Place(place.digits), *position[dim + 1 :]))
-    if not reader.algebra or scalar_value(base) != 0.0 or len(place.digits) != 1:
-        return None
-    digit = place.digits[0]
-    if not isinstance(digit, Digit) or not same(place.extent, shape_of(base)[dim]):
-        return None
-    run = Place((Digit(digit.axis, 1, length),))
-    flag = terms.one(Atom("inside", inner=(digit.axis, start, length)))
-    return terms.multiply(reader.at(source, (*position[:dim], run, *position[dim + 1 :])), flag)
-
-
-def _scatter(reader: Elements, node: Node, position: Position) -> Terms | None:
-    """`scatter(base, dim, index, src)` where src is zero: the base, wherever the index points."""
-    base, dim, _, source = node.args[:4]
-    if not reader.algebra or not isinstance(source, Node) or not isinstance(dim, int):
-        return None
-    dim %= len(position)
-    if not same(shape_of(source)[dim], 1):
-        return None
-    added = reader.at(source, (*position[:dim], Place(), *position[dim + 1 :]))
-    return reader.at(base, position) if added == {} else None  # type: ignore[arg-type]
-
-
-def _select_scatter(reader: Elements, node: Node, position: Position) -> Terms | None:
-    base, source, dim, index = node.args[:4]
-    dim = dim % len(position)  # type: ignore[operator]
-    n, place = shape_of(node)[dim], position[dim]
-    if not isinstance(n, int) or not isinstance(index, int) or not place.is_fixed:
-        return None
-    values = numbers(place) if place.digits else (int(place.offset),)
-    same_owner([v == index % n for v in values])
-    if values[0] != index % n:
-        return reader.at(base, position)  # type: ignore[arg-type]
-    return reader.at(source, position[:dim] + position[dim + 1 :])  # type: ignore[arg-type]
 
 
 def _constant(reader: Elements, node: Node, position: Position) -> Terms | None:
@@ -436,14 +342,15 @@ RULES: dict[Any, Rule] = {
     aten.add.Tensor: _add,
     aten.sub.Tensor: _add,
     aten.neg.default: _neg,
+    aten.pow.Tensor_Scalar: _pow,
     aten.div.Tensor: _div,
     aten.div.Scalar: _div,
     aten.reciprocal.default: _reciprocal,
     prims.fma.default: _fma,
-    aten.cat.default: _cat,
-    aten.slice_scatter.default: _slice_scatter,
-    aten.select_scatter.default: _select_scatter,
-    aten.scatter.src: _scatter,
+    aten.cat.default: joined.cat,
+    aten.slice_scatter.default: joined.slice_scatter,
+    aten.select_scatter.default: joined.select_scatter,
+    aten.scatter.src: joined.scatter,
     aten.full.default: _constant,
     aten.scalar_tensor.default: _constant,
     aten.where.self: _where,

@@ -17,6 +17,8 @@ Node = torch.fx.Node
 def escapes(forward: Forward, values: ValueNumbers) -> bool:
     """Whether an output of the forward is made of the scores by a way that does not pass through
     the softmax."""
+    if not any(values.comes_from_gradient(n) for n in forward.anchor.weights.graph.nodes):
+        return False  # a backward by hand: what it computes of the scores is no output of a forward
     anchor = forward.anchor
     stops = {anchor.exponentials, anchor.total, anchor.weights}
     todo, seen = [forward.scores.matmul], {forward.scores.matmul}

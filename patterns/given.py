@@ -12,32 +12,24 @@ halves are swapped; which one it is decides which sine each lane gets.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
 
 import torch
 
-from inductor_gqa.site import Rotation, Table, Target, View
+from inductor_gqa.site import Rotation, Target, View
 
-from . import gradients, operands, rotation, terms
+from . import derivative, gradient_paths, gradients, operands, terms
 from .attention import arrangements, canonical_position
-from .axes import (
-    Digit,
-    Fixed,
-    Place,
-    Position,
-    Renaming,
-    Size,
-    Unread,
-    covered,
-    quotient,
-    shape_of,
-    whole,
-)
-from .elements import Elements, by_lane
+from .axes import Digit, Place, Position, Size, Unread, shape_of
+from .candidates import comes_from_product
+from .elements import Elements
+from .given_results import Result, followed
 from .moves import step
+from .naming import op_of
+from .renaming import Renaming, atoms_of, covered
 from .values import ValueNumbers
 
+CAST = torch.ops.prims.convert_element_type.default
 aten = torch.ops.aten
 Node = torch.fx.Node
 
@@ -70,19 +62,9 @@ class Given:
 
 
 @dataclass
-class _Result:
-    """The furthest node that is still one gradient, summed over `summed` and turned by `turn`."""
-
-    node: Node
-    position: Position
-    summed: frozenset[Digit] = frozenset()
-    turn: Rotation | None = None
-
-
-@dataclass
 class _Found:
     views: dict[str, View] = field(default_factory=dict)
-    results: dict[str, _Result] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
     scale: tuple[float, Node | None] | None = None
 
 
@@ -136,7 +118,7 @@ def _sides(product: Node, canonical: Position) -> tuple[View, Node, Position]:
     for p, g in ((a, b), (b, a)):
         if not isinstance(p, Node) or not isinstance(g, Node):
             continue
-        found = gradients.back_to_matmul(g, canonical)
+        found = gradient_paths.back_to_matmul(g, canonical)
         if found is None:
             continue
         node, position = p, canonical
@@ -144,7 +126,24 @@ def _sides(product: Node, canonical: Position) -> tuple[View, Node, Position]:
             node, position = back
         if node.target not in operands.MATMULS:
             return View(node, position), *found
+    for factor in (a, b):
+        between = _between(factor)
+        if between is not None:
+            raise Unread(
+                f"the gradient of the weights passes through {op_of(between)} before its row sum, "
+                "as in dropout, accepted P dP alone"
+            )
     raise Unread("no product of given weights and a matmul, accepted P dP")
+
+
+def _between(node: object) -> Node | None:
+    """The op other than a rearrangement that a factor of P dP has passed through behind a matmul;
+    None where there is none."""
+    while isinstance(node, Node) and node.target in (*operands.MOVES, CAST):
+        node = node.args[0]
+    if isinstance(node, Node) and node.target in gradient_paths.LINEAR and comes_from_product(node):
+        return node
+    return None
 
 
 def _operands(dp: Node, position: Position) -> tuple[View, View, int]:
@@ -177,7 +176,7 @@ def _score_gradients(
     values: ValueNumbers,
 ) -> int:
     head_dim = 0
-    for matmul, side in gradients.reached_matmuls(dp):
+    for matmul, side in gradient_paths.reached_matmuls(dp):
         left, right, result = operands.matmul_axes(matmul)
         a, b = operands.operands(matmul)
         z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
@@ -197,7 +196,7 @@ def _score_gradients(
         if role in found.results:
             raise Unread(f"there are two gradients of {role}, accepted one")
         found.views[other] = view
-        found.results[role] = _followed(matmul, names.apply(result), dim, values)
+        found.results[role] = followed(matmul, names.apply(result), dim, values)
     if not found.results:
         raise Unread("the gradient of the scores reaches no matmul, accepted dS K and dS^T Q")
     return head_dim
@@ -229,7 +228,7 @@ def _proven(
     names = Renaming()
     names.learn(places.pop(), weights.position)
     seen = reader.at(z, names.apply(position))
-    wanted = gradients.softmax_derivative(reader, weights, reader.load(dp, dp_position))
+    wanted = derivative.softmax_derivative(reader, weights, reader.load(dp, dp_position))
     operands.unrounded(z, dp)
     scale = _scale(seen, wanted)
     if scale is None:
@@ -280,129 +279,13 @@ def _value_gradient(
                     "output, accepted P^T dO"
                 )
             dim = shape_of(g)[-1 if free == "r" else -2]
-            found.results["v"] = _followed(user, names.apply(result), int(dim), values)
-
-
-def _followed(start: Node, position: Position, width: int, values: ValueNumbers) -> _Result:
-    """Follows a gradient as far as it is only moved, summed over heads, and turned."""
-    best = _Result(start, position)
-    heap: list[tuple[int, int, Node]] = [(values.order[start], 0, start)]
-    waiting = {start}
-    while heap:
-        _, _, node = heapq.heappop(heap)
-        waiting.discard(node)
-        if not waiting and node is not start:
-            further = _classified(node, start, position, width, values)
-            if further is not None:
-                best = further
-        followed = [user for user in node.users if user.target in gradients.FOLLOWED]
-        if len(followed) != len(node.users):
-            if waiting or node is not best.node:
-                # Something else is computed on the way: only what lies before it is this gradient.
-                return best
-            break
-        for user in followed:
-            if user not in waiting:
-                waiting.add(user)
-                heapq.heappush(heap, (values.order[user], len(heap), user))
-    return best
-
-
-def _classified(
-    node: Node, start: Node, position: Position, width: int, values: ValueNumbers
-) -> _Result | None:
-    val = node.meta.get("val")
-    if not isinstance(val, torch.Tensor) or not val.dtype.is_floating_point:
-        return None
-    shape = shape_of(node)
-    own = tuple(whole(f"x{d}", n) for d, n in enumerate(shape))
-    try:
-        read = Elements(values, [start]).at(node, own)
-        if len(read) == 1:
-            ((atoms, factor),) = read.items()
-            if len(atoms) == 1 and factor == 1.0:
-                names, summed = _names(atoms[0], start, position, values)
-                return _Result(node, names.apply(own), summed)
-    except Unread:
-        pass
-    for dim in reversed(range(len(shape))):
-        heads = quotient(shape[dim], width)
-        if heads is not None:
-            try:
-                return _turned(node, own, dim, heads, start, position, width, values)
-            except Unread:
-                continue
-    return None
-
-
-def _names(
-    atom: terms.Atom, start: Node, position: Position, values: ValueNumbers
-) -> tuple[Renaming, frozenset[Digit]]:
-    sums: tuple[str, ...] = ()
-    if atom.kind == "sum":
-        sums, inside = atom.inner
-        if len(inside) != 1:
-            raise Unread("a gradient is a sum of products, accepted of one factor")
-        atom = inside[0]
-    if atom.kind != "load" or atom.node is not values.first(start):
-        raise Unread("a gradient is made of another tensor, accepted its matmul alone")
-    names = Renaming()
-    names.learn(atom.position, position)
-    summed = frozenset(y for x, y in names.rules if x.axis in sums)
-    if any(d.axis in ("i", "j", "d", "e") for d in summed):
-        raise Unread("a gradient is summed over positions, accepted over heads")
-    return names, summed
-
-
-def _turned(
-    node: Node,
-    own: Position,
-    dim: int,
-    heads: Size,
-    start: Node,
-    position: Position,
-    count: int,
-    values: ValueNumbers,
-) -> _Result:
-    outer = tuple(Digit(f"x{dim}", count, d.size) for d in whole("h", heads).digits)
-    place = Place((*outer, Fixed(tuple(range(count)), count)))
-    at = (*own[:dim], place, *own[dim + 1 :])
-    reader = Elements(values, [start])
-    fixed = operands.fixed_lanes(position, "d", Place())
-    forms: list[list[rotation.Term]] = [[] for _ in range(count)]
-    sources: dict[terms.Atom, tuple[Renaming, frozenset[Digit]]] = {}
-    for group, read in by_lane(reader, node, at, count):
-        for s in rotation.strands(read, len(group)):
-            if s.data not in sources:
-                sources[s.data] = _names(s.data, start, fixed, values)
-            for lane, term in zip(group, s.terms(), strict=True):
-                forms[lane].append(term)
-    if len(sources) != 1:
-        raise Unread(f"the lanes come from {len(sources)} tensors, accepted one")
-    ((names, summed),) = sources.values()
-    found = rotation.Lanes(View(start, fixed), 0, 0, [tuple(form) for form in forms])
-    turn, order = rotation.rotation(found)
-    if order != tuple(range(count)):
-        raise Unread("the lanes change their order, accepted their own")
-    names.rules.append((Digit("w", 1, turn.width), Digit("w", 1, turn.width)))
-    names.rules.append((Digit("w", 1, turn.width // 2), Digit("w", 1, turn.width // 2)))
-    names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
-    cos, sin = (_renamed(table, names) for table in (turn.cos, turn.sin))
-    renamed = Rotation(cos, sin, turn.start, turn.width, turn.interleaved, turn.sign)
-    return _Result(node, names.apply(own), summed, renamed)
-
-
-def _renamed(table: Table, names: Renaming) -> Table:
-    view = View(table.view.node, names.apply(table.view.position))
-    return Table(view, table.spread, tuple(_renamed(t, names) for t in table.times))
+            found.results["v"] = followed(user, names.apply(result), int(dim), values)
 
 
 def _split(
     atoms: list[Digit], group: frozenset[Digit], found: _Found
 ) -> tuple[tuple[Digit, ...], tuple[Digit, ...], tuple[Digit, ...]]:
     """The batch axes cut into batch, key/value heads and the heads that are summed over."""
-    from .axes import atoms_of
-
     fine = [a for d in atoms for a in atoms_of(d, [tuple(Place((g,)) for g in group)])]
     inside = covered(tuple(Place((g,)) for g in group), fine)
     rest = [a for a in fine if a not in inside]

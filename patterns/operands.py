@@ -15,9 +15,10 @@ import torch
 
 from inductor_gqa.site import View
 
-from .axes import Digit, Place, Position, Renaming, Unread, shape_of, whole
+from .axes import Digit, Place, Position, Unread, shape_of, whole
 from .moves import step
 from .naming import op_of
+from .renaming import Renaming
 from .values import ValueNumbers
 
 aten = torch.ops.aten

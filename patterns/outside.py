@@ -47,5 +47,7 @@ def looks_turned(operand: Operand, row: str, values: ValueNumbers) -> bool:
 def _is_over_positions(node: Node, length: Size, values: ValueNumbers) -> bool:
     if not is_float(node) or values.comes_from_matmul(node):
         return False
-    wide = [n for n in shape_of(node) if not same(n, 1)]
-    return len(wide) > 1 and any(same(n, length) for n in wide)
+    shape = shape_of(node)
+    wide = [n for n in shape if not same(n, 1)]
+    has_lanes = bool(shape) and not same(shape[-1], 1)  # which the scale of a norm has not
+    return has_lanes and len(wide) > 1 and any(same(n, length) for n in wide)

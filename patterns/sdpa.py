@@ -27,25 +27,15 @@ import torch
 from inductor_gqa.site import Gradients, Mask, Site, Target, View
 
 from . import attention, masks, operands
-from .axes import (
-    Digit,
-    Place,
-    Position,
-    Size,
-    Unread,
-    axes_in,
-    covered,
-    quotient,
-    same,
-    shape_of,
-    whole,
-)
+from .axes import Digit, Place, Position, Size, Unread, axes_in, quotient, same, shape_of, whole
 from .empty_rows import may_be_empty
 from .gradients import finished_targets
 from .integers import Integers
 from .moves import broadcast
 from .operands import Operand
+from .renaming import covered
 from .scores import Scores
+from .turned import rotated
 from .values import ValueNumbers
 
 aten = torch.ops.aten
@@ -152,7 +142,7 @@ def read_call(call: Call, values: ValueNumbers, rotate: bool = True) -> Forward:
     scale = 1.0 / math.sqrt(D) if number is None else number
     if not isinstance(scale, int | float):
         raise Unread(f"scale is {scale}, accepted a number")
-    turned = attention.rotated(q, k, D, values, rotate)
+    turned = rotated(q, k, D, values, rotate)
     v_view = operands.view(v.node, v.position)
     batch_axes, kv_heads, group = attention.grouped(
         canonical[:2], turned.q, turned.k, v_view, turned.turns, mask

@@ -107,13 +107,13 @@ FAULTS_OF_KERNELS = (
     Fault(
         "nobody is told of a rotation with two tables on a lane (xPos)",
         "patterns/outside.py",
-        "    return len(wide) > 1 and any(same(n, length) for n in wide)\n",
+        "    return has_lanes and len(wide) > 1 and any(same(n, length) for n in wide)\n",
         "    return False\n",
         SCALED_ROPE,
     ),
     Fault(
         "of two tables on a lane (xPos) the first is taken",
-        "patterns/rotation.py",
+        "patterns/lanes.py",
         "for t, d, at in others) if others else ()",
         "for t, d, at in others) if False else ()",
         SCALED_ROPE + " -k 'scale_inside or of_the_rotated'",

@@ -1,0 +1,223 @@
+"""Follows the gradient of q, k or v to where it is finished.
+
+By then it is summed over its group, and the rotation is undone; that must be the adjoint of the
+forward's, lane by lane.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import torch
+
+from inductor_gqa.site import Site, Target, View
+
+from . import operands, terms
+from .attention import arrangements
+from .axes import Digit, Fixed, Place, Position, Unread, quotient, same, shape_of, whole
+from .elements import Elements, by_lane
+from .gradient_paths import FOLLOWED
+from .lanes import Lanes, coefficient, strands
+from .naming import use
+from .renaming import Renaming, is_part
+from .terms import Atom
+from .values import ValueNumbers
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Node = torch.fx.Node
+
+MULTIPLIES = {aten.mul.Tensor, prims.fma.default, aten.view_as_real.default}
+SHAPE_ONLY = {aten.new_empty_strided.default, aten.new_empty.default}
+
+
+def finished_targets(
+    site: Site,
+    start: Node,
+    position: Position,
+    lanes: Lanes | None,
+    summed: tuple[Digit, ...],
+    values: ValueNumbers,
+    ratio: float = 1.0,
+) -> tuple[Target, ...]:
+    """The nodes that hold the finished gradient: summed over the rest of the group, rotated
+    back."""
+    if lanes is None and not summed and ratio == 1.0:
+        end, at = start, position
+    else:
+        end, at = _finished(site, start, position, lanes, summed, values, ratio)
+    targets = arrangements(end, at, values)
+    for target in targets:
+        operands.unrounded(target.node, start)
+    return targets
+
+
+def _finished(
+    site: Site,
+    start: Node,
+    position: Position,
+    lanes: Lanes | None,
+    summed: tuple[Digit, ...],
+    values: ValueNumbers,
+    ratio: float,
+) -> tuple[Node, Position]:
+    """Follows the gradient to the node where its paths have met again and it is what the site's
+    result is."""
+    open_: list[tuple[int, int, Node]] = [(values.order[start], 0, start)]
+    waiting = {start}
+    is_turned = False  # what no table was multiplied with has no rotation undone
+    while open_:
+        _, _, node = heapq.heappop(open_)
+        waiting.discard(node)
+        is_turned = is_turned or node.target in MULTIPLIES
+        if not waiting and node is not start and (lanes is None or is_turned):
+            at = _as_result(site, node, start, position, lanes, summed, values, ratio)
+            if at is not None:
+                return node, at
+        for user in node.users:
+            if user.target in SHAPE_ONLY:
+                continue
+            if user.target not in FOLLOWED:
+                raise Unread(
+                    f"a gradient is {use(user)} before it is complete, accepted no other use"
+                )
+            if user not in waiting:
+                waiting.add(user)
+                heapq.heappush(open_, (values.order[user], len(open_), user))
+    raise Unread("a gradient ends before it is complete, accepted one that reaches q, k or v")
+
+
+def _as_result(
+    site: Site,
+    node: Node,
+    start: Node,
+    position: Position,
+    lanes: Lanes | None,
+    summed: tuple[Digit, ...],
+    values: ValueNumbers,
+    ratio: float,
+) -> Position | None:
+    """The node's dims in the site's axes, if the node is the finished gradient."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or not val.dtype.is_floating_point:
+        return None
+    shape = shape_of(node)
+    own = tuple(whole(f"x{d}", n) for d, n in enumerate(shape))
+    try:
+        if lanes is None:
+            return _moved_result(node, own, start, position, summed, values, ratio)
+        for dim in reversed(range(len(shape))):
+            heads = quotient(shape[dim], site.head_dim)
+            if heads is None:
+                continue
+            at = _turned_result(
+                node, own, dim, heads, start, position, lanes, summed, values, ratio
+            )
+            if at is not None:
+                return at
+    except Unread:
+        return None
+    return None
+
+
+def _moved_result(
+    node: Node,
+    own: Position,
+    start: Node,
+    position: Position,
+    summed: tuple[Digit, ...],
+    values: ValueNumbers,
+    ratio: float,
+) -> Position | None:
+    read = terms.gathered(Elements(values, [start]).at(node, own))
+    if len(read) != 1:
+        return None
+    ((atoms, factor),) = read.items()
+    if len(atoms) != 1 or not terms.near(factor, ratio):
+        return None
+    names = _names_of(atoms[0], start, position, summed, values)
+    return None if names is None else names.apply(own)
+
+
+def _names_of(
+    atom: Atom, start: Node, position: Position, summed: tuple[Digit, ...], values: ValueNumbers
+) -> Renaming | None:
+    """Site names for the axes of a reading of `start`, if exactly the group is summed over."""
+    sums: tuple[str, ...] = ()
+    if atom.kind == "sum":
+        sums, inside = atom.inner
+        if len(inside) != 1:
+            return None
+        atom = inside[0]
+    if atom.kind != "load" or atom.node is not values.first(start):
+        return None
+    names = Renaming()
+    names.learn(atom.position, position)
+    over = [y for x, y in names.rules if x.axis in sums]
+    if not all(any(is_part(y, d) for d in summed) for y in over):
+        return None
+    for digit in summed:
+        parts = [y for y in over if is_part(y, digit)]
+        total = 1
+        for part in parts:
+            total = total * part.size
+        if not same(total, digit.size):
+            return None
+    return names
+
+
+def _turned_result(
+    node: Node,
+    own: Position,
+    dim: int,
+    heads: object,
+    start: Node,
+    position: Position,
+    lanes: Lanes,
+    summed: tuple[Digit, ...],
+    values: ValueNumbers,
+    ratio: float,
+) -> Position | None:
+    """As `_moved_result`, with the rotation undone along the innermost part of `dim`."""
+    count = len(lanes.forms)
+    outer = whole(f"x{dim}", heads).digits
+    outer = tuple(Digit(d.axis, count, d.size) for d in outer if isinstance(d, Digit))
+    place = Place((*outer, Fixed(tuple(range(count)), count)))
+    at = (*own[:dim], place, *own[dim + 1 :])
+    wanted = lanes.adjoint
+    reader = Elements(values, [start], row_tables=lanes.scales_by_row)
+    fixed = operands.fixed_lanes(position, "d", Place())
+    names: Renaming | None = None
+    known: dict[object, object] = {}
+    bare: dict[View, View] = {}  # tables in the site's axes
+    seen: list[dict[Any, float]] = [{} for _ in range(count)]
+    for group, read in by_lane(reader, node, at, count):
+        for strand in strands(terms.gathered(read), len(group)):
+            if strand.data not in known:
+                known[strand.data] = _names_of(strand.data, start, fixed, summed, values)
+            found = known[strand.data]
+            if not isinstance(found, Renaming):
+                return None
+            names = names or found
+            for table, _, _ in strand.tables:
+                if table not in bare:
+                    bare[table] = View(table.node, names.apply(table.position))
+            for lane, term in zip(group, strand.terms(), strict=True):
+                table = None if term.table is None else bare[term.table]
+                beside = tuple(e._replace(table=bare[e.table]) for e in term.beside)
+                key = coefficient(table, term.column, beside, term.lane)
+                seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor
+    if not all(_times(have, want, ratio) for have, want in zip(seen, wanted, strict=True)):
+        return None
+    if names is None:
+        return None
+    names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
+    return names.apply(own)
+
+
+def _times(have: dict[Any, float], want: dict[Any, float], ratio: float) -> bool:
+    if ratio == 1.0 and have == want:
+        return True
+    return have.keys() == want.keys() and all(
+        terms.near(have[key], ratio * want[key]) for key in want
+    )
