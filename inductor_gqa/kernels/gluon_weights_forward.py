@@ -30,12 +30,10 @@ COST = {1: 1.0, 2: 1.45, 3: 1.85}
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """Groups of four warps, and streamed tiles in flight; 0 for what is expected to be fastest.
-    `is_under`: P goes to memory while it is multiplied by V, by default where registers suffice."""
+    """Groups of four warps, and streamed tiles in flight; 0 for what is expected to be fastest."""
 
     groups: int = 0
     slots: int = 0
-    is_under: bool | None = None
 
 
 def unusable(attention: Attention, weights_dtype: torch.dtype) -> str | None:
@@ -115,7 +113,6 @@ def plan_weights_forward_sm90(
     scalars |= {"band_lo": attention.band_lo or 0, "band_hi": attention.band_hi or 0}
     scalars |= {"unit": attention.scale * LOG2E, "K": K, "R": R, "GROUPS": groups}
     scalars |= {"PARTS": parts, "SLOTS": slots, "ROPE": is_inside, "P_TMA": S % 4 == 0}
-    scalars |= {"UNDER": parts == 1 if config.is_under is None else config.is_under}
     scalars |= {"HAS_LO": attention.band_lo is not None, "HAS_HI": attention.band_hi is not None}
     pointers = {"q_ptr": name, "out_ptr": "out", "weights_ptr": "weights", "lse_ptr": "lse"}
     pointers |= {f"{x}_ptr": f"{x}_q" if is_inside else name for x in ("cos", "sin")}

@@ -27,8 +27,7 @@ from inductor_gqa.kernels.gluon_tiles import (
 from inductor_gqa.kernels.gluon_weights_forward_tiles import (
     BM,
     D,
-    begin_values,
-    end_values,
+    add_values,
     key_tiles,
     nearest_or_nan,
     score_tile,
@@ -45,7 +44,7 @@ def consumer(
     W: tl.constexpr, given,
     K: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     SLOTS: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, ROPE: tl.constexpr,
-    P_TMA: tl.constexpr, UNDER: tl.constexpr,
+    P_TMA: tl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
@@ -116,12 +115,8 @@ def consumer(
                 HAS_HI, LAYOUT,
             )  # fmt: skip
             p = gl.exp2(s * unit - origin[:, None]) * inverse[:, None]
-            if not UNDER:
-                store_weights(weights, staging, p, bh, row0, col0, L, S, P_TMA)
-            begun = begin_values(acc, p, ring, bars, seen + 2 * t + 1, PARTS, SLOTS, LEFT)
-            if UNDER:
-                store_weights(weights, staging, p, bh, row0, col0, L, S, P_TMA)
-            acc = end_values(acc, begun, bars, seen + 2 * t + 1, PARTS, SLOTS)
+            store_weights(weights, staging, p, bh, row0, col0, L, S, P_TMA)
+            acc = add_values(acc, p, ring, bars, seen + 2 * t + 1, PARTS, SLOTS, LEFT)
         seen += 2 * n
 
         acc = gl.where((total > 0)[:, None], acc, inverse[:, None] * 0.0)
@@ -173,7 +168,7 @@ def weights_forward_sm90_kernel(
     n_tiles, B, L, S, band_lo, band_hi, unit,
     K: tl.constexpr, R: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     SLOTS: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, ROPE: tl.constexpr,
-    P_TMA: tl.constexpr, UNDER: tl.constexpr,
+    P_TMA: tl.constexpr,
 ):  # fmt: skip
     # Tiles of K are [keys, lanes] and of V [lanes, keys]: 64 x 64 either way, in one ring.
     ring = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1, 1, BM, 1, D], k_desc.layout)
@@ -189,19 +184,19 @@ def weights_forward_sm90_kernel(
     copied = (k_desc, v_desc, ring, bars, sizes)
     if GROUPS == 3:
         gl.warp_specialize([
-            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA, UNDER)),
-            (consumer, (1, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA, UNDER)),
-            (consumer, (2, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA, UNDER)),
+            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
+            (consumer, (1, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
+            (consumer, (2, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
             (producer, (copied, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA, UNDER)),
-            (consumer, (1, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA, UNDER)),
+            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
+            (consumer, (1, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
             (producer, (copied, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA, UNDER)),
+            (consumer, (0, given, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI, ROPE, P_TMA)),
             (producer, (copied, K, R, GROUPS, PARTS, SLOTS, HAS_LO, HAS_HI)),
         ], [1], [24])  # fmt: skip

@@ -124,11 +124,11 @@ def as_left_operand(p, LAYOUT: tl.constexpr):
 
 
 @jit
-def begin_values(
+def add_values(
     acc, p, ring, bars, item, PARTS: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr
 ):
-    """Begins acc + P V of one key tile: what is on its way, and the operands that it reads."""
-    full, _ = bars
+    """acc + P V of one key tile."""
+    full, empty = bars
     slot = item % SLOTS
     hi = ring.index(slot * PARTS).reshape([D, BM]).permute((1, 0))
     p_hi = nearest(p)
@@ -140,27 +140,16 @@ def begin_values(
         lo = ring.index(slot * PARTS + 1).reshape([D, BM]).permute((1, 0))
         rest = as_left_operand(nearest(p - p_hi), LAYOUT)
         O_LAYOUT: gl.constexpr = acc.type.layout
-        begun = gl.zeros([BM, D], gl.float32, layout=O_LAYOUT)
-        begun = warpgroup_mma(rest, hi, begun, use_acc=False, is_async=True)
-        begun = warpgroup_mma(left, lo, begun, is_async=True)
-        begun = warpgroup_mma(left, hi, begun, is_async=True)
+        part = gl.zeros([BM, D], gl.float32, layout=O_LAYOUT)
+        part = warpgroup_mma(rest, hi, part, use_acc=False, is_async=True)
+        part = warpgroup_mma(left, lo, part, is_async=True)
+        part = warpgroup_mma(left, hi, part, is_async=True)
+        part, left, rest = warpgroup_mma_wait(num_outstanding=0, deps=(part, left, rest))
+        acc += part
     else:
-        rest = left
-        begun = warpgroup_mma(left, hi, acc, is_async=True)
-    return begun, left, rest
-
-
-@jit
-def end_values(acc, begun, bars, item, PARTS: tl.constexpr, SLOTS: tl.constexpr):
-    """acc + P V, when it is there."""
-    _, empty = bars
-    product, left, rest = begun
-    if PARTS == 2:
-        product, left, rest = warpgroup_mma_wait(num_outstanding=0, deps=(product, left, rest))
-        acc += product
-    else:
-        acc, left = warpgroup_mma_wait(num_outstanding=0, deps=(product, left))
-    hand_back(empty.index(item % SLOTS))
+        acc = warpgroup_mma(left, hi, acc, is_async=True)
+        acc, left = warpgroup_mma_wait(num_outstanding=0, deps=(acc, left))
+    hand_back(empty.index(slot))
     return acc
 
 
