@@ -51,11 +51,12 @@ JOINED_ALONE = 1024, 2048 * 2048  # beyond these tokens a layer alone must have 
 JOINED_CAPABILITY = (9, 0)
 JOINED_DTYPES = (torch.bfloat16, torch.float16)
 # Linear layers of fp32 around a fused site, with one input, computed together where that was
-# measured to be faster than matmuls (one H200, 1024 columns, 1024 or 1536 results): by precision
-# and layers in one op, fewest and most tokens.
+# measured to be faster than matmuls (bench/results/layers-forward-*-h200.json; one H200, 768 to
+# 4096 columns): by precision and layers in one op, fewest and most tokens. "ieee" takes 33 to 92%
+# of the time of matmuls, "tf32" 51 to 95% where weights are small.
 JOINED_FORWARD = {
-    "ieee": {1: (128, 16384), 2: (128, 16384), 3: (128, 16384)},
-    "tf32": {3: (128, 2048)},
+    "ieee": {1: (128, 16384), 2: (64, 16384), 3: (64, 16384)},
+    "tf32": {2: (64, 512), 3: (64, 2048)},
 }
 JOINED_FORWARD_LAYERS = 3
 JOINED_FORWARD_SIZES = {"ieee": (2**20, 2**26), "tf32": (2**20, 2**21)}  # elements of all weights

@@ -2,6 +2,7 @@
 what must stay as it is. Numbers are held against fp64 as those of the attention itself."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -264,24 +265,42 @@ class TestRule:
 
     rule = staticmethod(decide.joins_forward)
 
-    def nodes(self, device, dtype, tokens, layers, width):
+    def nodes(self, device, dtype, tokens, widths, columns=1024):
         graph = torch.fx.Graph()
-        x, w = graph.placeholder("x"), graph.placeholder("w")
+        x, *weights = (graph.placeholder(f"x{n}") for n in range(1 + len(widths)))
         with torch._subclasses.FakeTensorMode():
-            x.meta["val"] = torch.empty(tokens, 1024, dtype=dtype, device=device)
-            w.meta["val"] = torch.empty(1024, width, dtype=dtype, device=device)
-        return [w] * layers, x
+            x.meta["val"] = torch.empty(tokens, columns, dtype=dtype, device=device)
+            for w, width in zip(weights, widths, strict=True):
+                w.meta["val"] = torch.empty(columns, width, dtype=dtype, device=device)
+        return weights, x
 
     def seen(
         self, *, device="cuda", dtype=torch.float32, tokens=512, layers=3, precision="ieee", width=0
     ):
-        found = self.nodes(device, dtype, tokens, layers, width or 1536 // layers)
+        found = self.nodes(device, dtype, tokens, [width or 1536 // layers] * layers)
         return self.rule(*found, precision)
 
     @pytest.fixture(autouse=True)
     def hopper(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(decide, "_unusable", lambda device: None)
+
+    @pytest.mark.parametrize("precision", decide.JOINED_FORWARD)
+    def test_layers_are_joined_only_where_that_was_not_slower(self, precision):
+        path = ROOT / "bench" / "results" / f"layers-forward-{precision}-h200.json"
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        assert not any(row["wrong"] for row in rows)
+        joined = []
+        for row in rows:
+            _, columns, *widths = row["problem"].split("-")
+            found = self.nodes(
+                "cuda", torch.float32, row["tokens"], list(map(int, widths)), int(columns)
+            )
+            if self.rule(*found, precision):
+                joined.append(row)
+        assert len(joined) > len(rows) / 4
+        for row in joined:
+            assert row["us"]["chosen"] <= row["us"]["matmuls"], (row["problem"], row["tokens"])
 
     @pytest.mark.parametrize("precision", decide.JOINED_FORWARD)
     @pytest.mark.parametrize("layers", [1, 2, 3])
