@@ -26,6 +26,7 @@ from . import (
     decide,
     layers,
     layers_forward,
+    read_site,
     reading,
     report,
     rewrite,
@@ -37,19 +38,14 @@ from .costs import costs
 from .errors import NotFused
 from .patterns import dropout
 from .patterns.anchors import Softmax, row_sums, softmaxes
-from .patterns.attention import Forward, arrangements, read_forward, without_sink
+from .patterns.attention import without_sink
 from .patterns.axes import Unread
 from .patterns.candidates import NearMiss, detour, is_backward, near_misses
-from .patterns.escapes import escapes
-from .patterns.given import Given, read_given
-from .patterns.gradients import read_gradients
-from .patterns.naming import use
-from .patterns.operands import moved_users
-from .patterns.outside import outside
-from .patterns.sdpa import Call, calls, discard, read_call, read_call_gradients, survivor
+from .patterns.given import Given
+from .patterns.sdpa import Call, calls, discard
 from .patterns.summary import describe, describe_given
 from .patterns.values import ValueNumbers
-from .site import Site, Target
+from .site import Site
 from .subgraph import Change, Watch, abandon, around
 
 log = logging.getLogger("inductor_gqa")
@@ -94,90 +90,6 @@ def _hardware() -> tuple[Any, ...]:
     if not torch.cuda.is_available():
         return ()
     return tuple(torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count()))
-
-
-def read(anchor: Softmax | Call, values: ValueNumbers) -> Site:
-    """The site with its rotations inside if that can be read in whole, else without and with a note
-    that says why; raises Unread."""
-    read_: Callable[..., Site] = _read if isinstance(anchor, Softmax) else _read_call
-    try:
-        return read_(anchor, values, rotate=True)
-    except Unread as why:
-        site = read_(anchor, values, rotate=False)
-        site.notes = (outside(str(why), []),)
-        return site
-
-
-def _read_call(call: Call, values: ValueNumbers, rotate: bool) -> Site:
-    found = read_call(call, values, rotate)
-    found.site.gradients = read_call_gradients(found, values)
-    kept = survivor(found, rewrite.replaced(found.site))
-    if kept is not None:
-        raise Unread(
-            f"another result of the call is {use(kept)}, accepted the output and its gradients"
-        )
-    return found.site
-
-
-def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
-    found: Forward = read_forward(softmax, values, rotate)
-    site = found.site
-    try:
-        site.gradients = read_gradients(found, values)
-    except Unread:
-        if escapes(found, values):  # what else becomes of the scores has a gradient of its own
-            raise Unread(
-                "the scores are returned as well, accepted scores that only the softmax needs"
-            ) from None
-        raise
-    if found.product is None and not rewrite.replaced(site):
-        raise Unread("0 matmuls sum the weights over the keys, accepted 1")
-    kept = rewrite.leftover(site, softmax.weights)
-    if kept is not None and not (site.softcap or site.sink or site.keep):
-        site.weights = _returned_weights(found, values)
-        kept = rewrite.leftover(site, softmax.weights)
-    if kept is not None:
-        raise Unread(
-            f"the attention weights are {use(kept)}, accepted weights that nothing else needs"
-        )
-    kept = rewrite.leftover(site, found.scores.matmul)
-    if kept is not None:
-        raise Unread(
-            f"the scores are {use(kept)} as well, accepted scores that only the softmax needs"
-        )
-    return site
-
-
-def _returned_weights(found: Forward, values: ValueNumbers) -> tuple[Target, ...]:
-    """Where the weights are needed beside their product with the values; raises Unread where a
-    gradient comes back that way."""
-    site = found.site
-    done = [target.node for target in rewrite.targets(site)]
-    for _, user in moved_users(site.anchor, ()):
-        if user.op == "output":
-            continue  # returned as they are: no gradient, though it stands beside gradients
-        if values.comes_from_gradient(user) and rewrite.survivor(user, *done):
-            if not _is_shown(site.anchor, values, done):
-                raise Unread(
-                    "the gradient of the scores is needed beside those of q, k and v, as for a "
-                    "learned scale or bias, accepted those three alone"
-                )
-            raise Unread("the attention weights are returned with a gradient, accepted without one")
-    ends = arrangements(site.anchor, found.canonical, values)
-    return tuple(end for end in ends if rewrite.survivor(end.node, *done))
-
-
-def _is_shown(weights: torch.fx.Node, values: ValueNumbers, done: list[torch.fx.Node]) -> bool:
-    """Whether the forward has another result that is made of the weights."""
-    todo, seen = [weights], {weights, *done}
-    for node in todo:
-        for user in node.users:
-            if user.op == "output":
-                return True
-            if user not in seen and not values.comes_from_gradient(user):
-                seen.add(user)
-                todo.append(user)
-    return False
 
 
 class AttentionPass(CustomGraphPass):
@@ -322,28 +234,18 @@ def _considered(
         return None, anchor.reason
     try:
         is_row_sum = isinstance(anchor, torch.fx.Node)
-        site = _given(anchor, values) if is_row_sum else read(anchor, values)
+        read = read_site.read_backward if is_row_sum else read_site.read
+        site = read(anchor, values)  # type: ignore[arg-type]
     except Unread as why:
         return None, str(why)
-    except (
-        Exception
-    ) as why:  # a reader must never break a user's compile; the record says what happened
+    # A reader must never break a user's compile; the record says what happened.
+    except Exception as why:
         log.warning("reading an attention failed, it is left as it is", exc_info=True)
         return None, f"internal error while reading: {why!r}"
     reason = decide.unsupported(site)
     if reason is None and not settings.always:
         reason = decide.unpackaged() or decide.unprofitable(site)
     return site, reason
-
-
-def _given(total: torch.fx.Node, values: ValueNumbers) -> Given:
-    given = read_given(total, values)
-    kept = rewrite_given.leftover(given)
-    if kept is not None:
-        raise Unread(
-            f"the row sum of P dP is {use(kept)}, accepted one that only the gradients need"
-        )
-    return given
 
 
 def _record(

@@ -15,7 +15,7 @@ from spellings import Attention, inputs
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import inductor_gqa
-from inductor_gqa import passes
+from inductor_gqa import passes, read_site
 from inductor_gqa.passes import AttentionPass, NotFused, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -272,7 +272,7 @@ def test_an_error_in_a_reader_leaves_the_site(monkeypatch, caplog):
         raise ZeroDivisionError("broken reader")
 
     stock = compiled_graphs()
-    monkeypatch.setattr(passes, "read", broken)
+    monkeypatch.setattr(read_site, "read", broken)
     with inductor_gqa.enabled(always=True), caplog.at_level(logging.WARNING, "inductor_gqa"):
         seen = compiled_graphs()
     assert "internal error while reading: ZeroDivisionError" in seen.reasons[0]

@@ -9,8 +9,9 @@ from fused import BACKWARD, FORWARD, Seen, backend
 from spellings import ROTATIONS, Attention, inputs
 
 import inductor_gqa
-from inductor_gqa import passes, verify
+from inductor_gqa import read_site, verify
 from inductor_gqa.passes import AttentionPass, Settings
+from inductor_gqa.patterns.axes import Unread
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +114,7 @@ def test_static_lengths_are_shrunk(name, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["offset", "scale", "pairs"])
 def test_a_wrong_reading_is_caught_where_lengths_are_shrunk(fault, monkeypatch):
-    monkeypatch.setattr(passes, "read", misread(FAULTS[fault]))
+    monkeypatch.setattr(read_site, "read", misread(FAULTS[fault]))
     module = Attention(mask=causal, longest=512, H=8, K=4, D=64)
     seen = verified(module, inputs(B=1, L=512))
     assert "would be off by" in seen.reasons[0]
@@ -135,7 +136,7 @@ def test_what_cannot_be_run_is_left():
 
 def misread(change):
     """A reader whose sites are changed afterwards."""
-    plain = passes.read
+    plain = read_site.read
 
     def read(*args):
         site = plain(*args)
@@ -175,7 +176,7 @@ def test_a_wrong_reading_is_caught(fault, dynamic, monkeypatch):
     with backend(stock) as chosen:
         torch.compile(module, backend=chosen, dynamic=dynamic)(*args).square().sum().backward()
     torch._dynamo.reset()
-    monkeypatch.setattr(passes, "read", misread(FAULTS[fault]))
+    monkeypatch.setattr(read_site, "read", misread(FAULTS[fault]))
     seen = verified(module, args, dynamic=dynamic)
     (reason,) = seen.reasons
     assert "verify: " in reason
@@ -190,7 +191,7 @@ def test_a_gradient_that_is_wrong_alone_is_caught(monkeypatch):
         moved = [dataclasses.replace(t, node=found.k[0].node) for t in found.v]
         return {"gradients": dataclasses.replace(other, v=tuple(moved))}
 
-    monkeypatch.setattr(passes, "read", misread(swapped))
+    monkeypatch.setattr(read_site, "read", misread(swapped))
     seen = verified(Attention(mask=causal), inputs())
     assert "would be off by" in seen.reasons[0]
     assert seen.count(FORWARD) == 0
@@ -243,7 +244,7 @@ def test_a_site_with_dropout_is_verified():
 
 def test_a_rejected_site_with_dropout_is_left_as_it_was(monkeypatch):
     def reject(*_):
-        raise passes.Unread("rejected")
+        raise Unread("rejected")
 
     monkeypatch.setattr(verify, "check", reject)
     args = heads()
