@@ -23,19 +23,28 @@ from .site import Site, Target
 
 
 def read(anchor: Softmax | Call, values: ValueNumbers) -> Site:
-    """The site with its rotations inside if that can be read in whole, else without and with a note
+    """The site with its rotations inside if that can be read in whole, else with q's alone, as
+    where the turned k is returned as a cache that has a gradient, else without, and with a note
     that says why; raises Unread."""
     read_: Callable[..., Site] = _read if isinstance(anchor, Softmax) else _read_call
     try:
-        return read_(anchor, values, rotate=True)
+        return read_(anchor, values, "qk")
     except Unread as why:
-        site = read_(anchor, values, rotate=False)
-        site.notes = (outside(str(why), []),)
-        return site
+        reason = str(why)
+    try:
+        site = read_(anchor, values, "q")
+        if site.rotate_q is not None:
+            site.notes = (*site.notes, outside(reason, ["k"]))
+            return site
+    except Unread:
+        pass
+    site = read_(anchor, values, "")
+    site.notes = (outside(reason, []),)
+    return site
 
 
-def _read_call(call: Call, values: ValueNumbers, rotate: bool) -> Site:
-    found = read_call(call, values, rotate)
+def _read_call(call: Call, values: ValueNumbers, turning: str) -> Site:
+    found = read_call(call, values, turning)
     found.site.gradients = read_call_gradients(found, values)
     kept = survivor(found, rewrite.replaced(found.site))
     if kept is not None:
@@ -45,8 +54,8 @@ def _read_call(call: Call, values: ValueNumbers, rotate: bool) -> Site:
     return found.site
 
 
-def _read(softmax: Softmax, values: ValueNumbers, rotate: bool) -> Site:
-    found: Forward = read_forward(softmax, values, rotate)
+def _read(softmax: Softmax, values: ValueNumbers, turning: str) -> Site:
+    found: Forward = read_forward(softmax, values, turning)
     site = found.site
     try:
         site.gradients = read_gradients(found, values)

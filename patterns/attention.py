@@ -48,8 +48,9 @@ class Forward:
     k_lanes: Lanes | None
 
 
-def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) -> Forward:
-    """The attention around a softmax. rotate=False leaves rotations outside the site."""
+def read_forward(softmax: Softmax, values: ValueNumbers, turning: str = "qk") -> Forward:
+    """The attention around a softmax. `turning`: operands whose rotation
+    may be part of the site."""
     rank = len(shape_of(softmax.weights))
     if softmax.dim != rank - 1:
         raise Unread(f"the softmax runs over dim {softmax.dim} of {rank}, accepted the last")
@@ -84,7 +85,7 @@ def read_forward(softmax: Softmax, values: ValueNumbers, rotate: bool = True) ->
     k = Operand(read.matmul, k_operand, names.apply(right))
     if "j" in axes_in(q.position):
         q, k = k, q  # spelled K Q^T
-    turned = rotated(q, k, head_dim, values, rotate)
+    turned = rotated(q, k, head_dim, values, turning)
     mask = masks.read(
         read,
         Integers(values),

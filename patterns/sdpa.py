@@ -124,8 +124,9 @@ class Forward:
     misses: tuple[str, ...]
 
 
-def read_call(call: Call, values: ValueNumbers, rotate: bool = True) -> Forward:
-    """The attention of a call. rotate=False leaves rotations outside the site."""
+def read_call(call: Call, values: ValueNumbers, turning: str = "qk") -> Forward:
+    """The attention of a call. `turning`: operands whose rotation
+    may be part of the site."""
     given = call.given
     if given["dropout_p"] != 0.0:
         raise Unread(f"dropout_p is {given['dropout_p']:g}, accepted 0")
@@ -142,7 +143,7 @@ def read_call(call: Call, values: ValueNumbers, rotate: bool = True) -> Forward:
     scale = 1.0 / math.sqrt(D) if number is None else number
     if not isinstance(scale, int | float):
         raise Unread(f"scale is {scale}, accepted a number")
-    turned = rotated(q, k, D, values, rotate)
+    turned = rotated(q, k, D, values, turning)
     v_view = operands.view(v.node, v.position)
     batch_axes, kv_heads, group = attention.grouped(
         canonical[:2], turned.q, turned.k, v_view, turned.turns, mask

@@ -40,15 +40,18 @@ class Turned:
     misses: tuple[str, ...] = ()
 
 
-def rotated(q: Operand, k: Operand, head_dim: int, values: ValueNumbers, rotate: bool) -> Turned:
-    """q and k behind their rotations where both read, in one order of lanes; else as the matmul has
-    them. Last, what they were multiplied by beside."""
+def rotated(q: Operand, k: Operand, head_dim: int, values: ValueNumbers, turning: str) -> Turned:
+    """q and k behind their rotations, those of `turning` at most and where they read, in one order
+    of lanes; else as the matmul has them. Last, what they were multiplied by beside."""
     plain = (operands.view(q.node, q.position), operands.view(k.node, k.position))
-    if not rotate:
+    if not turning:
         return Turned(*plain)
     found: list[Turn | None] = []
     misses: dict[str, list[str]] = {}
     for name, operand, row in (("q", q, "i"), ("k", k, "j")):
+        if name not in turning:
+            found.append(None)
+            continue
         try:
             found.append(read_rotation(operand, row, head_dim, values))
         except Unread as why:

@@ -386,6 +386,40 @@ def test_factor_beside_all_lanes_is_part_of_the_scale(rotation, train):
     assert seen.argument("scale") == pytest.approx(0.4 * 0.7 * 0.7)
 
 
+class Cached(Attention):
+    """Keys, turned, and values are returned as well, as for a cache: they have gradients of their
+    own. `also`: which operands are returned."""
+
+    also = "kv"
+
+    def attend(self, q, k, v, *extra):
+        kept = {"q": q, "k": k, "v": v}
+        return super().attend(q, k, v, *extra), *(kept[name] for name in self.also)
+
+
+@pytest.mark.parametrize("rotation", [half, interleaved, partial], ids=lambda f: f.__name__)
+def test_keys_that_are_returned_turned_leave_the_rotation_of_q_inside(rotation):
+    seen = fuses(Cached(rotation=rotation), *inputs(), scores=(11, 11))
+    assert "RoPE" in seen.summary
+    assert "(q only)" in seen.summary
+    ((note,),) = (site.notes for site in seen.sites)
+    assert "rotation of k stays outside the kernel: " in note
+
+
+@pytest.mark.parametrize("also", ["q", "qk", "qkv"])
+def test_queries_that_are_returned_turned_leave_both_rotations_outside(also):
+    module = Cached()
+    module.also = also
+    seen = fuses(module, *inputs(), scores=(11, 11))
+    assert "no RoPE inside" in seen.summary
+
+
+def test_keys_that_are_returned_turned_and_have_no_gradient_turn_inside():
+    seen = fuses(Cached(), *inputs(), train=False, scores=(11, 11))
+    assert "RoPE, " in seen.summary
+    assert not any(site.notes for site in seen.sites)
+
+
 class TestNearMisses:
     """Not a rotation that the kernels know: it stays outside, the attention fuses, and a note names
     what is other than in a rotation."""
