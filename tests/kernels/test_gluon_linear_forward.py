@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels.test_linear_forward import EPS, HUGE, matrix, nearest
+from kernels.test_linear_forward import EPS, HUGE, assert_not_finite_alike, matrix, nearest
 
 from inductor_gqa.kernels import gluon_linear_forward as sm90
 from inductor_gqa.kernels import linear_forward as joined
@@ -95,13 +95,7 @@ def test_what_is_not_finite_passes_through(precision, tiles, value, side):
     if value == HUGE:
         (weights[0] if side == "x" else x)[:, 5] = 0.5
     for y, w in zip(launched(x, weights, precision, tiles, 4), weights, strict=True):
-        wanted = (x.double() @ w.double().mT).float()
-        assert torch.equal(y.isnan(), wanted.isnan())
-        assert torch.equal(y.isinf(), wanted.isinf())
-        assert torch.equal(y.sign().nan_to_num(7)[wanted.isinf()], wanted.sign()[wanted.isinf()])
-        large = wanted.isfinite() & (wanted.abs() > 1e30)
-        near = (y[large] / wanted[large] - 1).abs()
-        assert bool((near <= (4 * EPS if precision == "ieee" else 2**-10)).all())
+        assert_not_finite_alike(y, (x.double() @ w.double().mT).float(), precision)
 
 
 @gpu

@@ -122,6 +122,16 @@ def test_any_strides(device, precision):
     )
 
 
+def assert_not_finite_alike(y, wanted, precision):
+    """NaN and infinities are where they are wanted, with their signs, and huge values are near."""
+    assert torch.equal(y.isnan(), wanted.isnan())
+    assert torch.equal(y.isinf(), wanted.isinf())
+    assert torch.equal(y.sign().nan_to_num(7)[wanted.isinf()], wanted.sign()[wanted.isinf()])
+    large = wanted.isfinite() & (wanted.abs() > 1e30)
+    near = (y[large] / wanted[large] - 1).abs()
+    assert bool((near <= (4 * EPS if precision == "ieee" else 2**-10)).all())
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, HUGE])
@@ -138,13 +148,7 @@ def test_what_is_not_finite_passes_through(device, precision, way, value, side):
         (weights[0] if side == "x" else x)[:, 5] = 0.5
     ours = linear_forward(x, weights, precision, **WAYS[way])
     for y, w in zip(ours, weights, strict=True):
-        wanted = (x.double() @ w.double().mT).float()
-        assert torch.equal(y.isnan(), wanted.isnan())
-        assert torch.equal(y.isinf(), wanted.isinf())
-        assert torch.equal(y.sign().nan_to_num(7)[wanted.isinf()], wanted.sign()[wanted.isinf()])
-        large = wanted.isfinite() & (wanted.abs() > 1e30)
-        near = (y[large] / wanted[large] - 1).abs()
-        assert bool((near <= (4 * EPS if precision == "ieee" else 2**-10)).all())
+        assert_not_finite_alike(y, (x.double() @ w.double().mT).float(), precision)
 
 
 @pytest.mark.parametrize("use_descriptors", [False, True])
