@@ -161,8 +161,10 @@ def joins_forward(weights: list[torch.fx.Node], x: torch.fx.Node, precision: str
     fewest, most = JOINED_FORWARD[precision].get(len(weights), (1, 0))
     least, largest = JOINED_FORWARD_SIZES[precision]
     tokens, columns = (int(n) for n in value.shape)
-    elements = columns * sum(int(weight.meta["val"].shape[1]) for weight in weights)
-    return fewest <= tokens <= most and least <= elements <= largest
+    widths = [int(weight.meta["val"].shape[1]) for weight in weights]
+    is_measured = all(n % 4 == 0 for n in (columns, *widths))  # others take another kernel
+    elements = columns * sum(widths)
+    return is_measured and fewest <= tokens <= most and least <= elements <= largest
 
 
 ALL = "enable(always=True) fuses all"

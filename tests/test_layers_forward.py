@@ -314,12 +314,19 @@ class TestRule:
     def test_goes_by_the_size_of_the_weights(self, precision):
         least, largest = decide.JOINED_FORWARD_SIZES[precision]
         for elements, is_joined in (
-            (least - 3072, False),
-            (least + 3072, True),
-            (largest - 3072, True),
-            (largest + 3072, False),
+            (least - 12288, False),
+            (least + 12288, True),
+            (largest - 12288, True),
+            (largest + 12288, False),
         ):
-            assert self.seen(precision=precision, width=elements // 3072) is is_joined
+            assert self.seen(precision=precision, width=elements // 12288 * 4) is is_joined
+
+    def test_rows_that_the_measured_kernel_does_not_read_stay_matmuls(self):
+        assert self.seen(width=512)
+        assert not self.seen(width=510)
+        for columns, is_joined in ((1020, True), (1022, False)):
+            found = self.nodes("cuda", torch.float32, 512, [1024] * 3, columns)
+            assert self.rule(*found, "ieee") is is_joined
 
     def test_needs_device_and_dtype(self, monkeypatch):
         assert self.seen()

@@ -15,6 +15,7 @@ from inductor_gqa.kernels import gluon_linear_forward
 from inductor_gqa.kernels.decode import multiprocessors_of
 from inductor_gqa.kernels.gluon_forward import execute_sm90
 from inductor_gqa.kernels.gluon_linear_forward import plan_linear_forward_sm90
+from inductor_gqa.kernels.gluon_linear_forward_kernel import linear_forward_sm90_kernel
 from inductor_gqa.kernels.linear_forward_kernel import linear_forward_kernel, split_kernel
 from inductor_gqa.kernels.plan import Descriptor, Launch, Operand, Plan, execute
 
@@ -231,8 +232,8 @@ def linear_forward(
     if plan is None:
         return reference.linear_forward(x_TC, weights)
     tensors = {"q": x_TC, "x": x_TC} | {f"w{i}": y for i, y in enumerate(weights)}
-    run = execute_sm90 if not choices and is_gluon(w, x, precision, capability) else execute
-    return list(run(plan, tensors))
+    is_sm90 = plan.launches[-1].kernel is linear_forward_sm90_kernel
+    return list((execute_sm90 if is_sm90 else execute)(plan, tensors))
 
 
 def is_gluon(
