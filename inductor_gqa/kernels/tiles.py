@@ -69,7 +69,7 @@ def stream_tile(
     narrow to fit registers.
     """
     if TMA:
-        return source.load([b, row0, head, 0]).reshape(ROWS, WIDTH)
+        return source.load([b, row0, head, FIRST]).reshape(ROWS, WIDTH)
     else:
         first = source + tl.cast(row0, tl.int64) * stride_row
         rows = tl.arange(0, ROWS)

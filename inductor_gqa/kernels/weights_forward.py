@@ -89,7 +89,8 @@ def plan_weights_forward(
     sources |= {"k_src": names["k"], "v_src": names["v"]}
     boxes: dict[str, Descriptor] = {}
     if use_descriptors and _is_describable(k) and D & (D - 1) == 0:
-        boxes["k_src"] = Descriptor(names["k"], k.shape, k.strides, (1, tiles.BN, 1, D))
+        width = D // 2 if attention.dot_precision == "ieee" and D > 64 else D
+        boxes["k_src"] = Descriptor(names["k"], k.shape, k.strides, (1, tiles.BN, 1, width))
     if use_descriptors and _is_describable(v) and E & (E - 1) == 0:
         block = (1, 1, E, tiles.BN) if is_turned else (1, tiles.BN, 1, E)
         boxes["v_src"] = Descriptor(names["v"], v.shape, v.strides, block)

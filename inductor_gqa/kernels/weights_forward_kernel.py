@@ -33,12 +33,26 @@ def score_tile(
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RULES: tl.constexpr, EDGE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one tile. In tf32, q and k hold rounded values already."""
-    k = stream_tile(k_src, b, n0, head, stride_k_s, stride_k_d, numbers[1], BN, 0, DP, D, EDGE, TMA)
-    if PRECISION == "tf32":
-        s = tl.dot(q, k.T, input_precision="tf32")
+    """Scores of one tile. In tf32, q and k hold rounded values already. In "ieee", more than 64
+    lanes are two sums, with q in halves: tensor cores truncate as they add, and one sum over 128
+    lanes was off by more than twice eager's error where few scores tell."""
+    if PRECISION == "ieee" and DP > 64:
+        HALF: tl.constexpr = DP // 2
+        k1 = stream_tile(
+            k_src, b, n0, head, stride_k_s, stride_k_d, numbers[1], BN, 0, HALF, D, EDGE, TMA
+        )
+        k2 = stream_tile(
+            k_src, b, n0, head, stride_k_s, stride_k_d, numbers[1], BN, HALF, HALF, D, EDGE, TMA
+        )
+        s = product(q[0], k1.T, PRECISION) + product(q[1], k2.T, PRECISION)
     else:
-        s = product(q, k.T, PRECISION)
+        k = stream_tile(
+            k_src, b, n0, head, stride_k_s, stride_k_d, numbers[1], BN, 0, DP, D, EDGE, TMA
+        )
+        if PRECISION == "tf32":
+            s = tl.dot(q[0], k.T, input_precision="tf32")
+        else:
+            s = product(q[0], k.T, PRECISION)
     cols = n0 + tl.arange(0, BN)
     return scores(s, rows[:, None], cols[None, :], bias, mask, key_mask, numbers, RULES, EDGE)
 
@@ -112,7 +126,7 @@ def write_rows(
             D, DP, BN, RULES, EDGE, PRECISION, TMA,
         )  # fmt: skip
         p = normalised(s, m, inverse, share, is_empty, n0, unit, numbers[1], BN, RULES)
-        store_weights(weights_ptr, p, row0, n0, numbers[0], numbers[1], q.shape[0], BN)
+        store_weights(weights_ptr, p, row0, n0, numbers[0], numbers[1], rows.shape[0], BN)
         acc = add_values(
             acc, p, v_src, b, head, n0, stride_v_s, stride_v_e, length, E, EP, BN, PRECISION,
             V_TMA, V_TURNED, EDGE
@@ -193,7 +207,13 @@ def weights_forward_kernel(
     rows = row0 + tl.arange(0, BM)
 
     q_ptr += head_offset(b, k, r, stride_q_b, stride_q_k, stride_q_r)
-    q = load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, 0, DP, D)
+    if PRECISION == "ieee" and DP > 64:
+        q = (
+            load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, 0, DP // 2, D),
+            load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, DP // 2, DP // 2, D),
+        )
+    else:
+        q = (load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, 0, DP, D),)
     if not TMA:
         k_src += head_offset(b, k, r, stride_k_b, stride_k_k, 0)
     if not V_TMA:

@@ -98,6 +98,21 @@ def test_takes_rounded_operands_and_a_turned_v_as_they_lie(device, S):
     assert len(plan_weights_forward(subject, torch.float32, is_rounded=True).launches) == 1
 
 
+@pytest.mark.parametrize("D", [80, 128, 256])
+def test_few_probabilities_over_many_lanes_are_as_exact_as_eager(device, D):
+    """Where two rows see five keys, no other error hides that of a single score. In the mean of
+    draws: of so few values eager's own error is by chance at times half its usual size."""
+    ours, eager = [], []
+    for seed in range(12):
+        case = make_case(device, B=1, K=1, R=2, L=2, S=5, D=D, E=16, rules=("causal",), seed=seed)
+        _, weights, _ = weights_forward(case.q, case.k, case.v, **case.keywords)
+        (_, true, _), (_, near, _) = (results(case, x) for x in (torch.float64, torch.float32))
+        ours.append((weights.double() - true).square().mean())
+        eager.append((near.double() - true).square().mean())
+    error, allowed = (torch.stack(x).mean().sqrt().item() for x in (ours, eager))
+    assert error <= 2 * allowed, f"error is {error:.3g}, eager {allowed:.3g}"
+
+
 @given(data=st.data())
 def test_equals_the_oracle_at_any_size(data, device):
     sizes = {
@@ -119,4 +134,5 @@ def test_equals_the_oracle_at_any_size(data, device):
 def test_kernels_fit_registers_and_shared_memory(sm):
     cases = ["D64-fp32-L1024-rope-tf32", "D64-fp32-L211-rope-tf32", "D64-fp32-L541-rope"]
     cases += ["D64-fp32-L541-tf32-causal-padded-doubles", "D128-bf16-L691-causal-bias"]
+    cases += ["D128-fp32-L1024-causal-padded", "D96-fp32-L1024-rope"]
     assert_compiles(sm, [f"forward-{case}" for case in cases])
