@@ -36,6 +36,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from less_work import leave_out_what_is_only_logged
+
+    leave_out_what_is_only_logged()
     # NumPy, which computes for the interpreter, warns about the infinities that a masked softmax is
     # made of.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")

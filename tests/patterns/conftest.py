@@ -1,19 +1,7 @@
-"""One thread for tiny tensors, and no structured trace: pytest would format and keep every record
-of every compile.
-"""
-
-import logging
+"""One thread for tiny tensors, and nothing compiled is left behind."""
 
 import pytest
 import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _quiet_trace():
-    trace = logging.getLogger("torch.__trace")
-    saved, trace.disabled = trace.disabled, True
-    yield
-    trace.disabled = saved
 
 
 @pytest.fixture(autouse=True)
