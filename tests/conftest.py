@@ -36,9 +36,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from less_work import leave_out_what_is_only_logged
-
-    leave_out_what_is_only_logged()
     # NumPy, which computes for the interpreter, warns about the infinities that a masked softmax is
     # made of.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -61,3 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where kernels run: the GPU, or the CPU through Triton's interpreter."""
     return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _less_work() -> None:
+    from less_work import leave_out_what_is_only_logged
+
+    leave_out_what_is_only_logged()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import without_dynamo as directly
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +13,10 @@ def _one_thread_and_seed():
     yield
     torch.set_num_threads(threads)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_dynamo():
+    """For files whose tests are about the graph and not about how it was traced."""
+    with directly.chosen():
+        yield

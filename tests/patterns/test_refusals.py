@@ -10,6 +10,8 @@ from spellings import Attention, half, inputs, repeat_kv, rotate_half
 
 import inductor_gqa
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 NEG = float("-inf")
 
 
