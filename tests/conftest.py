@@ -58,3 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where kernels run: the GPU, or the CPU through Triton's interpreter."""
     return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _less_work() -> None:
+    from less_work import leave_out_what_is_only_logged
+
+    leave_out_what_is_only_logged()

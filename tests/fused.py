@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import inductor_gqa
+import without_dynamo
 from inductor_gqa import report
 
 FORWARD = "inductor_gqa.attention.default"
@@ -231,9 +232,12 @@ def run(
     pattern_matcher: bool | None = None,
     more: Sequence[Sequence[Any]] = (),
     compare: bool = True,
+    dynamo: bool = False,
 ) -> Seen:
     """Compiles `fn` with the pass, runs it on the inputs (and on `more`, without a new compile) and
     judges the numbers.
+
+    dynamo: through torch.compile even where the test asks for less by `without_dynamo`.
     """
     torch._dynamo.reset()
     seen = Seen()
@@ -244,7 +248,10 @@ def run(
         backend(seen, codegen) as chosen,
         inductor_config.patch(**matcher),
     ):
-        compiled = torch.compile(fn, backend=chosen, dynamic=dynamic, fullgraph=True)
+        if dynamo or dynamic or codegen or more or not without_dynamo.is_chosen:
+            compiled = torch.compile(fn, backend=chosen, dynamic=dynamic, fullgraph=True)
+        else:
+            compiled = without_dynamo.compile_directly(fn, chosen)
         graphs = 0
         for k, case in enumerate([inputs, *more]):
             seed = random.Random(0).randrange(1 << 30)

@@ -1,19 +1,9 @@
 """Compiles leave nothing behind: settings, compiled frames and the number of threads are as
 before."""
 
-import logging
-
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _quiet_trace():
-    trace = logging.getLogger("torch.__trace")
-    saved, trace.disabled = trace.disabled, True
-    yield
-    trace.disabled = saved
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,8 @@
-"""One thread for tiny tensors, and no structured trace: pytest would format and keep every record
-of every compile.
-"""
-
-import logging
+"""One thread for tiny tensors, and nothing compiled is left behind."""
 
 import pytest
 import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _quiet_trace():
-    trace = logging.getLogger("torch.__trace")
-    saved, trace.disabled = trace.disabled, True
-    yield
-    trace.disabled = saved
+import without_dynamo as directly
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +13,10 @@ def _one_thread_and_seed():
     yield
     torch.set_num_threads(threads)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_dynamo():
+    """For files whose tests are about the graph and not about how it was traced."""
+    with directly.chosen():
+        yield

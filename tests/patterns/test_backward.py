@@ -9,6 +9,8 @@ from torch import nn
 
 from inductor_gqa.ops import NAMES
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 
 def needs(seen):
     """needs_q, needs_k, needs_v of the only backward op."""

@@ -5,6 +5,8 @@ import torch
 from fused import BACKWARD, fuses, run
 from spellings import Attention, inputs, partial
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 
 def paired(x):
     return torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))

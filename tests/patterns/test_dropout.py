@@ -11,6 +11,8 @@ from torch import nn
 
 import inductor_gqa
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 
 @pytest.fixture
 def random_as_eager():

@@ -6,6 +6,8 @@ from fused import GIVEN, Seen, backend, never_wrong, results, run, wrong
 
 import inductor_gqa
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 
 def operands(H=3, L=11, D=8, seed=0):
     """P, which is no softmax of anything, q, k, v and dO."""

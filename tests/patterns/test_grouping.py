@@ -17,6 +17,8 @@ from spellings import (
 )
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 
 @pytest.mark.parametrize("B", [1, 2], ids="B{}".format)
 @pytest.mark.parametrize("name", GROUPINGS)

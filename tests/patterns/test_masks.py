@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from fused import fuses, never_wrong, run
 from spellings import Attention, inputs, repeat_kv
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 NEG = float("-inf")
 FILLS = {"inf": NEG, "finfo": torch.finfo(torch.float32).min, "1e4": -1e4, "1e9": -1e9}
 

@@ -8,6 +8,8 @@ from fused import never_wrong
 from near_misses import L, NearMisses, attended, grouped, tables
 from spellings import Attention, angles, half, inputs, repeat_kv, rotate_half
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 near = NearMisses()
 
 

@@ -7,6 +7,8 @@ import torch
 from fused import run
 from near_misses import L, NearMisses, tensors
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 NEG = float("-inf")
 near = NearMisses()
 

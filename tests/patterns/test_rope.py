@@ -20,6 +20,8 @@ from spellings import (
 )
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 KINDS = {
     "half": "rotate-half RoPE,",
     "half_by_chunk": "rotate-half RoPE,",

@@ -20,6 +20,8 @@ from spellings import (
 import inductor_gqa
 from inductor_gqa import reading, tables
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 
 def decay(length, width=8, layout="halves"):
     """A number for each position and pair of lanes, not near to one."""

@@ -12,6 +12,8 @@ from fused import BACKWARD, FORWARD, WITH_WEIGHTS, fuses, leaves, never_wrong, r
 from spellings import Attention, inputs, repeat_kv, softmax_fp32
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("without_dynamo")
+
 
 class Scaled(Attention):
     """`before(q, k)` returns them scaled; `after(s)` scales the scores."""
