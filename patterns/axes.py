@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -26,21 +26,18 @@ class Unread(Exception):
     """What could not be read, as a sentence with the value seen and the values accepted."""
 
 
-@dataclass(frozen=True)
-class Digit:
+class Digit(NamedTuple):
     axis: str
     stride: Size
     size: Size
 
 
-@dataclass(frozen=True)
-class Fixed:
+class Fixed(NamedTuple):
     values: tuple[int, ...]
     size: int
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """What a select, or a slice of a whole part, leaves of an axis where a view joins it with
     others."""
 
@@ -51,17 +48,17 @@ class Chosen:
 Part: TypeAlias = Digit | Fixed | Chosen
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Place:
     """digits, most significant first, plus an offset; `()` is position 0."""
 
-    digits: tuple[Part, ...] = ()
-    offset: Size = 0
+    digits: tuple[Part, ...]
+    offset: Size
 
-    def __post_init__(self) -> None:
-        # Positions are keys of every memo of the readers; hashing long lanes again and again is
-        # what reading would spend its time on.
-        object.__setattr__(self, "_hash", hash((self.digits, self.offset)))
+    def __init__(self, digits: tuple[Part, ...] = (), offset: Size = 0) -> None:
+        # Thousands are made in reading one site, and they are keys of every memo of the readers:
+        # long lanes are hashed once, and the attributes set at once.
+        self.__dict__.update(digits=digits, offset=offset, _hash=hash((digits, offset)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -84,6 +81,7 @@ class Place:
 
 
 Position: TypeAlias = tuple[Place, ...]
+FIRST = Place()  # of any dim, and the only one of a dim of size 1
 
 
 def size_of(value: Any) -> Size:
@@ -97,13 +95,17 @@ def size_of(value: Any) -> Size:
 
 
 def shape_of(node: torch.fx.Node) -> tuple[Size, ...]:
-    return tuple([n if type(n) is int else size_of(n) for n in node.meta["val"].shape])
+    return sizes_of(node.meta["val"])
+
+
+def sizes_of(value: torch.Tensor) -> tuple[Size, ...]:
+    return tuple([n if type(n) is int else size_of(n) for n in value.shape])
 
 
 def same(a: Size, b: Size) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return a == b or _is_zero(a, b)
+    if a == b:
+        return True
+    return not (isinstance(a, int) and isinstance(b, int)) and _is_zero(a, b)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -136,6 +138,8 @@ def _symbolic_quotient(a: Size, b: Size) -> Size | None:
 
 def joined(digits: Sequence[Part]) -> tuple[Part, ...]:
     """Neighbours that are parts of one axis become one digit again."""
+    if not digits:
+        return ()
     out: list[Part] = []
     for d in digits:
         if isinstance(d.size, int) and d.size == 1:
@@ -217,6 +221,32 @@ def reshaped(position: Position, shape: Sequence[Size], target: Sequence[Size]) 
     whole.
     """
     out: list[Place] = []
+    for real, right in _runs(tuple(shape), tuple(target)):
+        wide = [k for k in right if not same(target[k], 1)]
+        if len(wide) == 1:
+            merged = (
+                position[real[0]]
+                if len(real) == 1
+                else _merged([(position[k], shape[k]) for k in real])
+            )
+            out += [merged if k == wide[0] else FIRST for k in right]
+            continue
+        flat: list[Part] = []
+        for k in real:
+            parts = parts_of(position[k], shape[k])
+            if parts is None:
+                raise Unread("a view cuts up a sliced dim, accepted a sliced dim as it is")
+            flat += parts
+        out += [placed(part) for part in regroup(flat, [target[k] for k in right])]
+    return tuple(out)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _runs(
+    shape: tuple[Size, ...], target: tuple[Size, ...]
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """The dims of `shape` but those of size 1, and the dims of `target`, in runs of equal size."""
+    out: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(shape) or j < len(target):
         left, right = [i], [j]
@@ -233,24 +263,8 @@ def reshaped(position: Position, shape: Sequence[Size], target: Sequence[Size]) 
                     f"a view from {list(shape)} to {list(target)} does not line up, "
                     "accepted whole parts"
                 )
-        left = [k for k in left if k < len(shape)]
-        right = [k for k in right if k < len(target)]
-        real = [k for k in left if not same(shape[k], 1)]
-        wide = [k for k in right if not same(target[k], 1)]
-        if len(real) == 1 and len(wide) == 1:
-            out += [position[real[0]] if k == wide[0] else Place() for k in right]
-            continue
-        if len(wide) == 1:
-            merged = _merged([(position[k], shape[k]) for k in real])
-            out += [merged if k == wide[0] else Place() for k in right]
-            continue
-        flat: list[Part] = []
-        for k in real:
-            parts = parts_of(position[k], shape[k])
-            if parts is None:
-                raise Unread("a view cuts up a sliced dim, accepted a sliced dim as it is")
-            flat += parts
-        out += [placed(part) for part in regroup(flat, [target[k] for k in right])]
+        real = tuple(k for k in left if k < len(shape) and not same(shape[k], 1))
+        out.append((real, tuple(k for k in right if k < len(target))))
     return tuple(out)
 
 
@@ -321,7 +335,7 @@ def _shorter(a: Size, b: Size) -> bool:
 
 
 def whole(axis: str, size: Size) -> Place:
-    return Place() if same(size, 1) else Place((Digit(axis, 1, size),))
+    return FIRST if same(size, 1) else Place((Digit(axis, 1, size),))
 
 
 def axes_in(position: Position) -> set[str]:
