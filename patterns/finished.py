@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inductor_gqa.site import Site, Target, View
+from inductor_gqa.site import Target, View
 
 from . import operands, terms
 from .attention import arrangements
@@ -31,29 +31,56 @@ MULTIPLIES = {aten.mul.Tensor, prims.fma.default, aten.view_as_real.default}
 SHAPE_ONLY = {aten.new_empty_strided.default, aten.new_empty.default}
 
 
-def finished_targets(
-    site: Site,
-    start: Node,
-    position: Position,
-    lanes: Lanes | None,
-    summed: tuple[Digit, ...],
-    values: ValueNumbers,
-    ratio: float = 1.0,
-) -> tuple[Target, ...]:
-    """The nodes that hold the finished gradient: summed over the rest of the group, rotated
-    back."""
-    if lanes is None and not summed and ratio == 1.0:
-        end, at = start, position
-    else:
-        end, at = _finished(site, start, position, lanes, summed, values, ratio)
-    targets = arrangements(end, at, values)
-    for target in targets:
-        operands.unrounded(target.node, start)
-    return targets
+class Finished:
+    """Where the gradients of one site are finished. A site that is read with its rotations and then
+    without has most of them in common."""
+
+    def __init__(self, head_dim: int, values: ValueNumbers) -> None:
+        self.head_dim = head_dim
+        self.values = values
+        self.known: dict[Any, tuple[Target, ...] | Unread] = {}
+
+    def targets(
+        self,
+        start: Node,
+        position: Position,
+        lanes: Lanes | None,
+        summed: tuple[Digit, ...],
+        ratio: float = 1.0,
+    ) -> tuple[Target, ...]:
+        """The nodes that hold the finished gradient: summed over the rest of the group, rotated
+        back. Raises Unread where there are none."""
+        key = (start, position, lanes, summed, ratio)
+        if key not in self.known:
+            try:
+                self.known[key] = self._read(*key)
+            except Unread as why:
+                self.known[key] = why
+        found = self.known[key]
+        if isinstance(found, Unread):
+            raise found
+        return found
+
+    def _read(
+        self,
+        start: Node,
+        position: Position,
+        lanes: Lanes | None,
+        summed: tuple[Digit, ...],
+        ratio: float,
+    ) -> tuple[Target, ...]:
+        if lanes is None and not summed and ratio == 1.0:
+            end, at = start, position
+        else:
+            end, at = _finished(self.head_dim, start, position, lanes, summed, self.values, ratio)
+        targets = arrangements(end, at, self.values)
+        for target in targets:
+            operands.unrounded(target.node, start)
+        return targets
 
 
 def _finished(
-    site: Site,
+    head_dim: int,
     start: Node,
     position: Position,
     lanes: Lanes | None,
@@ -71,7 +98,7 @@ def _finished(
         waiting.discard(node)
         is_turned = is_turned or node.target in MULTIPLIES
         if not waiting and node is not start and (lanes is None or is_turned):
-            at = _as_result(site, node, start, position, lanes, summed, values, ratio)
+            at = _as_result(head_dim, node, start, position, lanes, summed, values, ratio)
             if at is not None:
                 return node, at
         for user in node.users:
@@ -88,7 +115,7 @@ def _finished(
 
 
 def _as_result(
-    site: Site,
+    head_dim: int,
     node: Node,
     start: Node,
     position: Position,
@@ -107,7 +134,7 @@ def _as_result(
         if lanes is None:
             return _moved_result(node, own, start, position, summed, values, ratio)
         for dim in reversed(range(len(shape))):
-            heads = quotient(shape[dim], site.head_dim)
+            heads = quotient(shape[dim], head_dim)
             if heads is None:
                 continue
             at = _turned_result(

@@ -58,7 +58,7 @@ def coefficient(table: View | None, column: int, beside: tuple[Entry, ...], lane
     return frozenset(Counter(pairs).items()), lane
 
 
-@dataclass
+@dataclass(eq=False)  # keys of memos, of which only the same reading is meant
 class Lanes:
     """Each lane of a rotated operand as terms over the lanes of one tensor."""
 

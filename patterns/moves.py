@@ -20,12 +20,12 @@ from .axes import (
     Size,
     Unread,
     quotient,
-    reshaped,
     same,
     shape_of,
     size_of,
     sizes_of,
 )
+from .reshapes import reshaped
 from .values import is_float
 
 aten, prims = torch.ops.aten, torch.ops.prims
