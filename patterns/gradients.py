@@ -198,11 +198,19 @@ def _score_gradients(
         role: operands.view(operand.node, operand.position)
         for role, operand in (("q", forward.q), ("k", forward.k))
     }
+    proven: dict[Node, tuple[Position, float]] = {}
     for matmul, side in reached_matmuls(dp):
         left, right, result = operands.matmul_axes(matmul)
         a, b = operands.operands(matmul)
         z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
-        names, ratio = _proven(forward, z, at_z, dp, dp_position, values)
+        operands.unrounded(z, dp)
+        # q and k have their gradients from one gradient of the scores, which is read once.
+        source = operands.origin(z, at_z)
+        if source.node not in proven:
+            proven[source.node] = _proven(forward, source, dp, dp_position, values)
+        at_source, ratio = proven[source.node]
+        names = Renaming()
+        names.learn(source.position, at_source)
         dim = shape_of(x)[-1 if free == "r" else -2]
         operands.free_axis(free, dim, "d", names)
         view = operands.view(x, names.apply(at_x))
@@ -220,22 +228,17 @@ def _score_gradients(
 
 
 def _proven(
-    forward: Forward,
-    z: Node,
-    position: Position,
-    dp: Node,
-    dp_position: Position,
-    values: ValueNumbers,
-) -> tuple[Renaming, float]:
-    """The names of a matmul's axes, once its operand is proven to be the derivative of the scores,
-    but for a factor.
+    forward: Forward, z: View, dp: Node, dp_position: Position, values: ValueNumbers
+) -> tuple[Position, float]:
+    """The position of an operand of a matmul in the site's axes, once it is proven to be the
+    derivative of the scores, but for a factor.
 
     The factor is what remains to be multiplied later, as where a scale is the matmul's own (baddbmm
     with alpha).
     """
     softmax = forward.softmax
     reader = algebra(forward, dp, values)
-    read = reader.at(z, position)
+    read = reader.at(z.node, z.position)
     first_weights = values.first(softmax.node)
     places = {
         atom.position
@@ -250,16 +253,16 @@ def _proven(
         )
     names = Renaming()
     names.learn(places.pop(), softmax.position)
-    seen = reader.at(z, names.apply(position))
-    operands.unrounded(z, dp)
+    position = names.apply(z.position)
+    seen = reader.at(z.node, position)
     wanted = derivative(forward, reader, dp, dp_position)
     ratio = terms.ratio(wanted, seen)
     if ratio is None:
         raise Unread(
-            f"{op_of(z)} is not the derivative of the scores that were read forward, "
+            f"{op_of(z.node)} is not the derivative of the scores that were read forward, "
             "accepted their derivative"
         )
-    return names, ratio
+    return position, ratio
 
 
 def _unsummed(forward: Forward, over: Place) -> tuple[Digit, ...]:

@@ -60,14 +60,15 @@ def regroup(digits: Sequence[Part], shape: Sequence[Size]) -> list[tuple[Part, .
     return out
 
 
-def reshaped(position: Position, shape: Sequence[Size], target: Sequence[Size]) -> Position:
+@functools.lru_cache(maxsize=1 << 12)  # the layers of a model have the same views
+def reshaped(position: Position, shape: tuple[Size, ...], target: tuple[Size, ...]) -> Position:
     """The same element's position after a view from `shape` to `target`.
 
     Dims that the view does not touch keep their place as it is, offset included; the others must be
     whole.
     """
     out: list[Place] = []
-    for real, right in _runs(tuple(shape), tuple(target)):
+    for real, right in _runs(shape, target):
         wide = [k for k in right if not same(target[k], 1)]
         if len(wide) == 1:
             merged = (
