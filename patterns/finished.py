@@ -79,6 +79,10 @@ class Finished:
         return targets
 
 
+class Joined(Exception):
+    """Another gradient was added: what follows is not this site's alone."""
+
+
 def _finished(
     head_dim: int,
     start: Node,
@@ -98,7 +102,12 @@ def _finished(
         waiting.discard(node)
         is_turned = is_turned or node.target in MULTIPLIES
         if not waiting and node is not start and (lanes is None or is_turned):
-            at = _as_result(head_dim, node, start, position, lanes, summed, values, ratio)
+            try:
+                at = _as_result(head_dim, node, start, position, lanes, summed, values, ratio)
+            except Joined:
+                raise Unread(
+                    "another gradient is added to one before it is complete, accepted it alone"
+                ) from None
             if at is not None:
                 return node, at
         for user in node.users:
@@ -219,7 +228,9 @@ def _turned_result(
     bare: dict[View, View] = {}  # tables in the site's axes
     seen: list[dict[Any, float]] = [{} for _ in range(count)]
     for group, read in by_lane(reader, node, at, count):
-        for strand in strands(terms.gathered(read), len(group)):
+        found_here = strands(terms.gathered(read), len(group))
+        _alone(start, [strand.data for strand in found_here], values)
+        for strand in found_here:
             if strand.data not in known:
                 known[strand.data] = _names_of(strand.data, start, fixed, summed, values)
             found = known[strand.data]
@@ -240,6 +251,18 @@ def _turned_result(
         return None
     names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
     return names.apply(own)
+
+
+def _alone(start: Node, parts: list[Atom], values: ValueNumbers) -> None:
+    """Raises Joined where a lane is a sum of the gradient and of something else."""
+    first = values.first(start)
+    is_own = {any(a.node is first for a in _loads(part)) for part in parts}
+    if len(is_own) > 1:
+        raise Joined
+
+
+def _loads(atom: Atom) -> tuple[Atom, ...]:
+    return atom.inner[1] if atom.kind == "sum" else (atom,)
 
 
 def _times(have: dict[Any, float], want: dict[Any, float], ratio: float) -> bool:
