@@ -13,7 +13,7 @@ from .patterns import attention, sdpa
 from .patterns.anchors import Softmax
 from .patterns.attention import Forward, arrangements
 from .patterns.axes import Unread
-from .patterns.escapes import escapes
+from .patterns.escapes import escapes, returned_as
 from .patterns.given import Given, read_given
 from .patterns.gradients import read_backward, read_gradients
 from .patterns.naming import use
@@ -88,10 +88,9 @@ def _escaping_scores_named(found: Forward, values: ValueNumbers) -> Generator[No
     try:
         yield
     except Unread:
-        if escapes(found, values):
-            raise Unread(
-                "the scores are returned as well, accepted scores that only the softmax needs"
-            ) from None
+        returned = escapes(found, values)
+        if returned is not None:
+            raise Unread(returned) from None
         raise
 
 
@@ -110,6 +109,8 @@ def _alone(found: Forward, values: ValueNumbers) -> None:
             f"the attention weights are {use(kept)}, accepted weights that nothing else needs"
         )
     kept = rewrite.leftover(site, found.scores.matmul)
+    if kept is not None and kept.op == "output":
+        raise Unread(returned_as(found.scores.matmul, rewrite.replaced(site)))
     if kept is not None:
         raise Unread(
             f"the scores are {use(kept)} as well, accepted scores that only the softmax needs"
