@@ -225,10 +225,11 @@ def _turned_result(
     fixed = operands.fixed_lanes(position, "d", Place())
     names: Renaming | None = None
     known: dict[object, object] = {}
-    bare: dict[View, View] = {}  # tables in the site's axes
+    tables: dict[View, int] = {}
+    numbers: dict[int, int] = {}  # of the tables in the forward's lanes
     seen: list[dict[Any, float]] = [{} for _ in range(count)]
     for group, read in by_lane(reader, node, at, count):
-        found_here = strands(terms.gathered(read), len(group))
+        found_here = strands(terms.gathered(read), len(group), tables)
         _alone(start, [strand.data for strand in found_here], values)
         for strand in found_here:
             if strand.data not in known:
@@ -237,13 +238,12 @@ def _turned_result(
             if not isinstance(found, Renaming):
                 return None
             names = names or found
-            for table, _, _ in strand.tables:
-                if table not in bare:
-                    bare[table] = View(table.node, names.apply(table.position))
-            for lane, term in zip(group, strand.terms(), strict=True):
-                table = None if term.table is None else bare[term.table]
-                beside = tuple(e._replace(table=bare[e.table]) for e in term.beside)
-                key = coefficient(table, term.column, beside, term.lane)
+            for number, _, _ in strand.tables:
+                if number not in numbers:
+                    numbers[number] = _number(list(tables)[number], names, lanes)
+            columns = [[(numbers[n], c) for c in at] for n, _, at in strand.tables]
+            for lane, source, *entries in zip(group, strand.lanes, *columns, strict=True):
+                key = coefficient(entries, source)
                 seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor
     if not all(_times(have, want, ratio) for have, want in zip(seen, wanted, strict=True)):
         return None
@@ -251,6 +251,11 @@ def _turned_result(
         return None
     names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
     return names.apply(own)
+
+
+def _number(table: View, names: Renaming, lanes: Lanes) -> int:
+    """What the forward's lanes call a table; -1 for one that they do not have."""
+    return lanes.tables.get(View(table.node, names.apply(table.position)), -1)
 
 
 def _alone(start: Node, parts: list[Atom], values: ValueNumbers) -> None:

@@ -22,6 +22,7 @@ factors that differ by lane.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -68,7 +69,7 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
         raise Unread(f"0 lanes are turned after {op_of(found.source.node)}, accepted 2 or more")
     parts = _sorted_out(found, turned)
     cut = _cut_of_one_table([part for k in turned for part in parts[k]])
-    tables: dict[tuple[View | None, bool], list[float]] = {}
+    tables: dict[tuple[int | None, bool], list[float]] = {}
     for k in turned:
         for part in parts[k]:
             if abs(part.factor) != 1.0:
@@ -101,7 +102,7 @@ def rotation(found: Lanes, others: Lanes | None = None) -> tuple[Rotation, tuple
         own[straight[0].lane] = (crossed[0].lane, straight[0], crossed[0])
     if sorted(order) != list(range(count)):
         raise Unread(f"the lanes come from {len(set(order))} input lanes, accepted {count}")
-    return _paired(own), tuple(order)
+    return _paired(own, list(found.tables)), tuple(order)
 
 
 def _sorted_out(found: Lanes, turned: list[int]) -> dict[int, tuple[Term, ...]]:
@@ -111,21 +112,18 @@ def _sorted_out(found: Lanes, turned: list[int]) -> dict[int, tuple[Term, ...]]:
     terms = [term for form in forms.values() for term in form]
     if all(t.table is not None and t.dim is not None and not t.beside for t in terms):
         return forms
-    shared: set[View] = set.intersection(*({e.table for e in t.entries} for t in terms))
+    shared: set[int] = set.intersection(*({e.table for e in t.entries} for t in terms))
     if any(all(e.table in shared for e in t.entries) for t in terms):
         # One table of cosines and sines side by side: what is left is the same for all lanes.
         shared = {e.table for t in terms for e in t.entries if e.dim is None}
     return {k: tuple(_own_table(t, k, form, shared) for t in form) for k, form in forms.items()}
 
 
-def _own_table(term: Term, lane: int, form: tuple[Term, ...], shared: set[View]) -> Term:
+def _own_table(term: Term, lane: int, form: tuple[Term, ...], shared: set[int]) -> Term:
     own = [e for e in term.entries if e.table not in shared]
     if len(own) != 1 or own[0].dim is None:
         raise Unread(f"turned lane {lane} has {_form(form)}, accepted a cosine and a sine")
-    beside = sorted(
-        (e for e in term.entries if e.table in shared),
-        key=lambda e: (e.table.node.name, hash(e.table), e.column),
-    )
+    beside = sorted((e for e in term.entries if e.table in shared), key=lambda e: e[:2])
     return Term(term.factor, *own[0], term.lane, tuple(beside))
 
 
@@ -138,7 +136,7 @@ def _cut_of_one_table(parts: list[Term]) -> float:
     return (min(columns) + max(columns) + 1) / 2
 
 
-def _paired(own: dict[int, tuple[int, Term, Term]]) -> Rotation:
+def _paired(own: dict[int, tuple[int, Term, Term]], tables: list[View]) -> Rotation:
     start, width = min(own), len(own)
     if sorted(own) != list(range(start, start + width)):
         raise Unread(f"turned lanes are {_some(sorted(own))}, accepted one run")
@@ -156,8 +154,8 @@ def _paired(own: dict[int, tuple[int, Term, Term]]) -> Rotation:
     if len(signs) != 1:
         raise Unread("the two lanes of a pair turn in one direction, accepted opposite ones")
     return Rotation(
-        _product([own[x][1] for x in lanes_]),
-        _product([own[x][2] for x in lanes_]),
+        _product([own[x][1] for x in lanes_], tables),
+        _product([own[x][2] for x in lanes_], tables),
         start,
         width,
         interleaved,
@@ -165,37 +163,29 @@ def _paired(own: dict[int, tuple[int, Term, Term]]) -> Rotation:
     )
 
 
-def _product(parts: list[Term]) -> Table:
+def _product(parts: list[Term], tables: list[View]) -> Table:
     """The cosine or the sine of each lane, times what all terms share."""
     if len({tuple(e.table for e in part.beside) for part in parts}) != 1:
         raise Unread("the lanes are scaled by different tables, accepted one product for all")
-    table = _table([part.entries[0] for part in parts])
+    table = _table([part.entries[0] for part in parts], tables)
     if not parts[0].beside:
         return table
     beside = zip(*(part.beside for part in parts), strict=True)
-    return replace(table, times=tuple(_table(list(entries)) for entries in beside))
+    return replace(table, times=tuple(_table(list(entries), tables) for entries in beside))
 
 
-def _table(entries: list[Entry]) -> Table:
+def _table(entries: list[Entry], tables: list[View]) -> Table:
     """The run of columns that the lanes use, and how: each lane its own ("once"), that of its
     partner ("swapped" halves, "crossed" neighbours), one column for a half or a pair, or columns
     that lie half the table "apart" for the two lanes of a pair."""
-    view, _, dim = entries[0]
+    number, _, dim = entries[0]
+    view = tables[number]
     if dim is None:
         return Table(view, "all")
     columns = [entry.column for entry in entries]
     start, width = min(columns), len(columns)
     used = [column - start for column in columns]
-    half = list(range(width // 2))
-    known = (
-        ("once", list(range(width))),
-        ("swapped", [*range(width // 2, width), *half]),
-        ("crossed", [k ^ 1 for k in range(width)]),
-        ("halves", half + half),
-        ("pairs", [k for k in half for _ in range(2)]),
-        ("apart", [k // 2 + (k % 2) * (width // 2) for k in range(width)]),
-        ("apart crossed", [k // 2 + (1 - k % 2) * (width // 2) for k in range(width)]),
-    )
+    known = _spreads(width)
     spread = next((name for name, pattern in known if used == pattern), None)
     if spread is None:
         names = ", ".join(name for name, _ in known)
@@ -206,6 +196,21 @@ def _table(entries: list[Entry]) -> Table:
         )
     column = Place((Digit("w", 1, max(used) + 1),), start)
     return Table(View(view.node, (*view.position[:dim], column, *view.position[dim + 1 :])), spread)
+
+
+@functools.lru_cache
+def _spreads(width: int) -> tuple[tuple[str, list[int]], ...]:
+    """The columns that so many lanes may use, counted from the first."""
+    half = list(range(width // 2))
+    return (
+        ("once", list(range(width))),
+        ("swapped", [*range(width // 2, width), *half]),
+        ("crossed", [k ^ 1 for k in range(width)]),
+        ("halves", half + half),
+        ("pairs", [k for k in half for _ in range(2)]),
+        ("apart", [k // 2 + (k % 2) * (width // 2) for k in range(width)]),
+        ("apart crossed", [k // 2 + (1 - k % 2) * (width // 2) for k in range(width)]),
+    )
 
 
 def _form(form: tuple[Term, ...]) -> str:
