@@ -129,7 +129,7 @@ def _turned(
     if len(sources) != 1:
         raise Unread(f"the lanes come from {len(sources)} tensors, accepted one")
     ((names, summed),) = sources.values()
-    found = Lanes(View(start, fixed), 0, 0, [tuple(form) for form in forms], tables)
+    found = Lanes(View(start, fixed), 0, 0, tuple(tuple(form) for form in forms), tables)
     turn, order = rotation.rotation(found)
     if order != tuple(range(count)):
         raise Unread("the lanes change their order, accepted their own")

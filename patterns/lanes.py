@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -49,6 +49,9 @@ class Term(NamedTuple):
         return (Entry(self.table, self.column, self.dim), *self.beside)
 
 
+Forms: TypeAlias = tuple[tuple[Term, ...], ...]  # of each lane
+
+
 def coefficient(entries: Sequence[tuple[int, int]], lane: int) -> Any:
     """A coefficient without its factor, as (table, column) of each, whatever their order, and the
     lane it makes."""
@@ -62,7 +65,7 @@ class Lanes:
     source: View  # position without its lane place (see lane_dim)
     lane_dim: int
     lane_start: int
-    forms: list[tuple[Term, ...]]
+    forms: Forms
     tables: dict[View, int]  # by number; positions without their column place (see Term.dim)
 
     @cached_property
@@ -71,15 +74,20 @@ class Lanes:
         terms = (term for form in self.forms for term in form if term.table is not None)
         return any(t.dim is None or any(e.dim is None for e in t.beside) for t in terms)
 
-    @cached_property
+    @property
     def adjoint(self) -> list[dict[Any, float]]:
         """For each input lane, its gradient as {`coefficient` of an output lane: factor}."""
-        out: list[dict[Any, float]] = [{} for _ in self.forms]
-        for k, form in enumerate(self.forms):
-            for term in form:
-                key = coefficient([entry[:2] for entry in term.entries], k)
-                out[term.lane][key] = term.factor
-        return out
+        return _adjoint(self.forms)
+
+
+@lru_cache(maxsize=1 << 8)  # q and k, and the layers of a model, are made alike
+def _adjoint(forms: Forms) -> list[dict[Any, float]]:
+    out: list[dict[Any, float]] = [{} for _ in forms]
+    for k, form in enumerate(forms):
+        for term in form:
+            key = coefficient([entry[:2] for entry in term.entries], k)
+            out[term.lane][key] = term.factor
+    return out
 
 
 @dataclass(frozen=True)
@@ -170,7 +178,7 @@ def lanes_of(reader: Elements, node: Node, position: Position, count: int) -> La
         for lane, term in zip(group, s.terms(start), strict=True):
             forms[lane].append(term)
     view = View(source.node, source.position)
-    return Lanes(view, dim, start, [tuple(f) for f in forms], tables)
+    return Lanes(view, dim, start, tuple([tuple(f) for f in forms]), tables)
 
 
 def split_lanes(position: Position, count: int) -> tuple[Position, int, tuple[int, ...]]:
