@@ -25,6 +25,22 @@ def is_proven(node: Node) -> bool:
     )
 
 
+def is_needed(node: Node) -> bool:
+    """Whether the node stays in a graph though nothing uses it: the output, or an effect that no
+    trace has proven."""
+    if node.op == "output":
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return node.is_impure() and not is_proven(node)
+    if target not in _impure:
+        _impure[target] = node.is_impure()
+    return _impure[target] and not is_proven(node)
+
+
+_impure: dict[object, bool] = {}  # of PyTorch's own ops, by which a site's many users are told
+
+
 def erase_proven(graph: torch.fx.Graph) -> None:
     for node in list(graph.nodes):
         if is_proven(node):

@@ -234,7 +234,7 @@ def _considered(
         return None, anchor.reason
     try:
         is_row_sum = isinstance(anchor, torch.fx.Node)
-        read = read_site.read_backward if is_row_sum else read_site.read
+        read = read_site.read_alone if is_row_sum else read_site.read
         site = read(anchor, values)  # type: ignore[arg-type]
     except Unread as why:
         return None, str(why)

@@ -3,21 +3,23 @@ backward that the graph holds, and whether anything else needs what would be rep
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import torch
 
 from . import rewrite, rewrite_given
+from .patterns import attention, sdpa
 from .patterns.anchors import Softmax
-from .patterns.attention import Forward, arrangements, read_forward
+from .patterns.attention import Forward, arrangements
 from .patterns.axes import Unread
-from .patterns.escapes import escapes
+from .patterns.escapes import escapes, returned_as
 from .patterns.given import Given, read_given
-from .patterns.gradients import read_gradients
+from .patterns.gradients import read_backward, read_gradients
 from .patterns.naming import use
 from .patterns.operands import moved_users
 from .patterns.outside import outside
-from .patterns.sdpa import Call, read_call, read_call_gradients, survivor
+from .patterns.sdpa import Call
 from .patterns.values import ValueNumbers
 from .site import Site, Target
 
@@ -26,45 +28,76 @@ def read(anchor: Softmax | Call, values: ValueNumbers) -> Site:
     """The site with its rotations inside if that can be read in whole, else with q's alone, as
     where the turned k is returned as a cache that has a gradient, else without, and with a note
     that says why; raises Unread."""
-    read_: Callable[..., Site] = _read if isinstance(anchor, Softmax) else _read_call
+    read_: Callable[[str], Site] = (
+        _softmax(anchor, values) if isinstance(anchor, Softmax) else _call(anchor, values)
+    )
     try:
-        return read_(anchor, values, "qk")
+        return read_("qk")
     except Unread as why:
         reason = str(why)
     try:
-        site = read_(anchor, values, "q")
+        site = read_("q")
         if site.rotate_q is not None:
             site.notes = (*site.notes, outside(reason, ["k"]))
             return site
     except Unread:
         pass
-    site = read_(anchor, values, "")
+    site = read_("")
     site.notes = (outside(reason, []),)
     return site
 
 
-def _read_call(call: Call, values: ValueNumbers, turning: str) -> Site:
-    found = read_call(call, values, turning)
-    found.site.gradients = read_call_gradients(found, values)
-    kept = survivor(found, rewrite.replaced(found.site))
-    if kept is not None:
-        raise Unread(
-            f"another result of the call is {use(kept)}, accepted the output and its gradients"
-        )
-    return found.site
+def _call(call: Call, values: ValueNumbers) -> Callable[[str], Site]:
+    """Reads a call, and answers with what reads it with some of its rotations inside."""
+    plain = sdpa.read_call(call, values)
 
-
-def _read(softmax: Softmax, values: ValueNumbers, turning: str) -> Site:
-    found: Forward = read_forward(softmax, values, turning)
-    site = found.site
-    try:
-        site.gradients = read_gradients(found, values)
-    except Unread:
-        if escapes(found, values):  # what else becomes of the scores has a gradient of its own
+    def with_rotations(turning: str) -> Site:
+        found = sdpa.turned(plain, turning)
+        found.site.gradients = sdpa.read_call_gradients(found, values)
+        kept = sdpa.survivor(found, rewrite.replaced(found.site))
+        if kept is not None:
             raise Unread(
-                "the scores are returned as well, accepted scores that only the softmax needs"
-            ) from None
+                f"another result of the call is {use(kept)}, accepted the output and its gradients"
+            )
+        return found.site
+
+    return with_rotations
+
+
+def _softmax(softmax: Softmax, values: ValueNumbers) -> Callable[[str], Site]:
+    """Reads the attention around a softmax, as `_call`."""
+    plain = attention.read_forward(softmax, values)
+    with _escaping_scores_named(plain, values):
+        backward = read_backward(plain, values)
+
+    def with_rotations(turning: str) -> Site:
+        found = attention.turned(plain, turning)
+        if backward is not None:
+            with _escaping_scores_named(found, values):
+                found.site.gradients = read_gradients(found, backward, values)
+        _alone(found, values)
+        return found.site
+
+    return with_rotations
+
+
+@contextmanager
+def _escaping_scores_named(found: Forward, values: ValueNumbers) -> Generator[None, None, None]:
+    """What else becomes of the scores has a gradient of its own: where theirs does not read, that
+    is the reason."""
+    try:
+        yield
+    except Unread:
+        returned = escapes(found, values)
+        if returned is not None:
+            raise Unread(returned) from None
         raise
+
+
+def _alone(found: Forward, values: ValueNumbers) -> None:
+    """Raises Unread where something else needs what would be replaced; weights that are returned
+    become a result of the site."""
+    site, softmax = found.site, found.anchor
     if found.product is None and not rewrite.replaced(site):
         raise Unread("0 matmuls sum the weights over the keys, accepted 1")
     kept = rewrite.leftover(site, softmax.weights)
@@ -76,11 +109,12 @@ def _read(softmax: Softmax, values: ValueNumbers, turning: str) -> Site:
             f"the attention weights are {use(kept)}, accepted weights that nothing else needs"
         )
     kept = rewrite.leftover(site, found.scores.matmul)
+    if kept is not None and kept.op == "output":
+        raise Unread(returned_as(found.scores.matmul, rewrite.replaced(site)))
     if kept is not None:
         raise Unread(
             f"the scores are {use(kept)} as well, accepted scores that only the softmax needs"
         )
-    return site
 
 
 def _returned_weights(found: Forward, values: ValueNumbers) -> tuple[Target, ...]:
@@ -115,7 +149,7 @@ def _is_shown(weights: torch.fx.Node, values: ValueNumbers, done: list[torch.fx.
     return False
 
 
-def read_backward(total: torch.fx.Node, values: ValueNumbers) -> Given:
+def read_alone(total: torch.fx.Node, values: ValueNumbers) -> Given:
     """The backward that stands alone around this row sum of P dP; raises Unread."""
     given = read_given(total, values)
     kept = rewrite_given.leftover(given)

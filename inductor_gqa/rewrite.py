@@ -46,7 +46,7 @@ def survivor(node: Node, *replaced: Node) -> Node | None:
         if reached in seen:
             continue
         seen.add(reached)
-        if reached.op == "output" or (reached.is_impure() and not asserts.is_proven(reached)):
+        if asserts.is_needed(reached):
             return reached
         todo += reached.users
     return None

@@ -8,7 +8,7 @@ way. Nothing is changed here.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,17 +19,16 @@ from .anchors import Softmax
 from .axes import Digit, Place, Position, Size, Unread, axes_in, product, same, shape_of, whole
 from .empty_rows import may_be_empty
 from .integers import Integers
-from .lanes import Lanes
 from .operands import Operand
 from .renaming import Renaming, atoms_of, covered
-from .turned import rotated
+from .turned import BothLanes, Read, Turned, rotated, rotations
 from .values import ValueNumbers
 
 aten = torch.ops.aten
 Node = torch.fx.Node
 
 
-@dataclass
+@dataclass(frozen=True)
 class Forward:
     """A site whose forward was read, and what the backward is read by."""
 
@@ -44,13 +43,12 @@ class Forward:
     scores: scores.Scores
     q: Operand
     k: Operand
-    q_lanes: Lanes | None
-    k_lanes: Lanes | None
+    rotations: dict[str, Read]  # of q and k, in the site or not
+    lanes: BothLanes = (None, None)  # of q and k where the site has their rotation
 
 
-def read_forward(softmax: Softmax, values: ValueNumbers, turning: str = "qk") -> Forward:
-    """The attention around a softmax. `turning`: operands whose rotation
-    may be part of the site."""
+def read_forward(softmax: Softmax, values: ValueNumbers) -> Forward:
+    """The attention around a softmax, q and k as the matmul has them; raises Unread."""
     rank = len(shape_of(softmax.weights))
     if softmax.dim != rank - 1:
         raise Unread(f"the softmax runs over dim {softmax.dim} of {rank}, accepted the last")
@@ -85,7 +83,7 @@ def read_forward(softmax: Softmax, values: ValueNumbers, turning: str = "qk") ->
     k = Operand(read.matmul, k_operand, names.apply(right))
     if "j" in axes_in(q.position):
         q, k = k, q  # spelled K Q^T
-    turned = rotated(q, k, head_dim, values, turning)
+    q_view, k_view = (operands.view(x.node, x.position) for x in (q, k))
     mask = masks.read(
         read,
         Integers(values),
@@ -93,13 +91,11 @@ def read_forward(softmax: Softmax, values: ValueNumbers, turning: str = "qk") ->
         (shape[-2], shape[-1]),
     )
     dropped.check(read.matmul, mask)
-    batch, kv_heads, group = grouped(
-        canonical[:-2], turned.q, turned.k, found.v, turned.turns, mask
-    )
+    batch, kv_heads, group = grouped(canonical[:-2], q_view, k_view, found.v, (None, None), mask)
     site = Site(
         anchor=weights,
-        q=turned.q,
-        k=turned.k,
+        q=q_view,
+        k=k_view,
         v=found.v,
         batch=batch,
         kv_heads=kv_heads,
@@ -108,11 +104,9 @@ def read_forward(softmax: Softmax, values: ValueNumbers, turning: str = "qk") ->
         key_length=shape[-1],
         head_dim=head_dim,
         value_dim=found.dim,
-        scale=read.scale * turned.factor,
+        scale=read.scale,
         scale_tensor=read.scale_tensor,
         softcap=read.softcap,
-        rotate_q=turned.turns[0],
-        rotate_k=turned.turns[1],
         sink=None if read.sink is None else sink_view(read.sink, heads_only=(*kv_heads, *group)),
         mask=mask,
         keep=dropped.keep,
@@ -120,7 +114,6 @@ def read_forward(softmax: Softmax, values: ValueNumbers, turning: str = "qk") ->
         drawn=dropped.drawn,
         outputs=() if found.product is None else arrangements(*found.product, values),
         zeros_empty_rows=softmax.is_guarded and may_be_empty(mask, shape[-2], shape[-1]),
-        notes=turned.misses,
     )
     if "i" in axes_in(found.v.position):
         raise Unread("the values vary by query, accepted values over batch, head and key")
@@ -128,8 +121,33 @@ def read_forward(softmax: Softmax, values: ValueNumbers, turning: str = "qk") ->
         operands.unrounded(target.node, found.product[0])  # type: ignore[index]
     whole_softmax = View(softmax.weights, at_softmax)
     product_ = found.product and found.product[0]
-    return Forward(
-        softmax, site, canonical, used, whole_softmax, product_, read, q, k, *turned.lanes
+    turns = rotations(q, k, head_dim, values)
+    return Forward(softmax, site, canonical, used, whole_softmax, product_, read, q, k, turns)
+
+
+def turned(forward: Forward, turning: str) -> Forward:
+    """The same attention with the rotations of `turning` in the site, as far as they read; raises
+    Unread."""
+    site = forward.site
+    made = rotated(forward.q, forward.k, site.head_dim, forward.rotations, turning)
+    return replace(
+        forward, site=with_rotations(site, made, forward.canonical[:-2]), lanes=made.lanes
+    )
+
+
+def with_rotations(site: Site, made: Turned, batch_places: Iterable[Place]) -> Site:
+    batch, kv_heads, group = grouped(batch_places, made.q, made.k, site.v, made.turns, site.mask)
+    return replace(
+        site,
+        q=made.q,
+        k=made.k,
+        batch=batch,
+        kv_heads=kv_heads,
+        group=group,
+        scale=site.scale * made.factor,
+        rotate_q=made.turns[0],
+        rotate_k=made.turns[1],
+        notes=made.misses,
     )
 
 

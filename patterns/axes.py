@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -26,15 +26,13 @@ class Unread(Exception):
     """What could not be read, as a sentence with the value seen and the values accepted."""
 
 
-@dataclass(frozen=True)
-class Digit:
+class Digit(NamedTuple):
     axis: str
     stride: Size
     size: Size
 
 
-@dataclass(frozen=True)
-class Fixed:
+class Fixed(NamedTuple):
     values: tuple[int, ...]
     size: int
 
@@ -51,17 +49,17 @@ class Chosen:
 Part: TypeAlias = Digit | Fixed | Chosen
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Place:
     """digits, most significant first, plus an offset; `()` is position 0."""
 
-    digits: tuple[Part, ...] = ()
-    offset: Size = 0
+    digits: tuple[Part, ...]
+    offset: Size
 
-    def __post_init__(self) -> None:
-        # Positions are keys of every memo of the readers; hashing long lanes again and again is
-        # what reading would spend its time on.
-        object.__setattr__(self, "_hash", hash((self.digits, self.offset)))
+    def __init__(self, digits: tuple[Part, ...] = (), offset: Size = 0) -> None:
+        # Thousands are made in reading one site, and they are keys of every memo of the readers:
+        # long lanes are hashed once, and the attributes set at once.
+        self.__dict__.update(digits=digits, offset=offset, _hash=hash((digits, offset)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -84,6 +82,7 @@ class Place:
 
 
 Position: TypeAlias = tuple[Place, ...]
+FIRST = Place()  # of any dim, and the only one of a dim of size 1
 
 
 def size_of(value: Any) -> Size:
@@ -97,13 +96,17 @@ def size_of(value: Any) -> Size:
 
 
 def shape_of(node: torch.fx.Node) -> tuple[Size, ...]:
-    return tuple([n if type(n) is int else size_of(n) for n in node.meta["val"].shape])
+    return sizes_of(node.meta["val"])
+
+
+def sizes_of(value: torch.Tensor) -> tuple[Size, ...]:
+    return tuple([n if type(n) is int else size_of(n) for n in value.shape])
 
 
 def same(a: Size, b: Size) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return a == b or _is_zero(a, b)
+    if a == b:
+        return True
+    return not (isinstance(a, int) and isinstance(b, int)) and _is_zero(a, b)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -136,6 +139,8 @@ def _symbolic_quotient(a: Size, b: Size) -> Size | None:
 
 def joined(digits: Sequence[Part]) -> tuple[Part, ...]:
     """Neighbours that are parts of one axis become one digit again."""
+    if not digits:
+        return ()
     out: list[Part] = []
     for d in digits:
         if isinstance(d.size, int) and d.size == 1:
@@ -173,155 +178,8 @@ def cut(digit: Part, low: Size) -> tuple[Part, Part]:
     return Digit(digit.axis, digit.stride * low, high), Digit(digit.axis, digit.stride, low)
 
 
-def regroup(digits: Sequence[Part], shape: Sequence[Size]) -> list[tuple[Part, ...]]:
-    """Row-major digits dealt out to dims of the given sizes, cutting a digit where a dim ends
-    inside it."""
-    flat = list(digits)
-    out: list[tuple[Part, ...]] = []
-    for n in shape:
-        dim: list[Part] = []
-        have: Size = 1
-        while not same(have, n):
-            if not flat:
-                raise Unread(
-                    f"a view to {list(shape)} needs more elements than there are, "
-                    "accepted whole parts"
-                )
-            digit = flat.pop(0)
-            need = quotient(n, have)
-            if need is None:
-                raise Unread(f"a view to {list(shape)} ends inside an axis, accepted whole parts")
-            if quotient(need, digit.size) is not None:
-                dim.append(digit)
-                have = have * digit.size
-            else:
-                low = quotient(digit.size, need)
-                if low is None:
-                    raise Unread(
-                        f"a view cuts an axis of {digit.size} at {need}, accepted whole parts"
-                    )
-                head, tail = cut(digit, low)
-                dim.append(head)
-                flat.insert(0, tail)
-                have = have * need
-        out.append(joined(dim))
-    if any(not same(d.size, 1) for d in flat):
-        raise Unread(f"a view to {list(shape)} leaves elements over, accepted whole parts")
-    return out
-
-
-def reshaped(position: Position, shape: Sequence[Size], target: Sequence[Size]) -> Position:
-    """The same element's position after a view from `shape` to `target`.
-
-    Dims that the view does not touch keep their place as it is, offset included; the others must be
-    whole.
-    """
-    out: list[Place] = []
-    i = j = 0
-    while i < len(shape) or j < len(target):
-        left, right = [i], [j]
-        a: Size = shape[i] if i < len(shape) else 1
-        b: Size = target[j] if j < len(target) else 1
-        i, j = min(i + 1, len(shape)), min(j + 1, len(target))
-        while not same(a, b):
-            if i < len(shape) and (j >= len(target) or _shorter(a, b)):
-                a, left, i = a * shape[i], [*left, i], i + 1
-            elif j < len(target):
-                b, right, j = b * target[j], [*right, j], j + 1
-            else:
-                raise Unread(
-                    f"a view from {list(shape)} to {list(target)} does not line up, "
-                    "accepted whole parts"
-                )
-        left = [k for k in left if k < len(shape)]
-        right = [k for k in right if k < len(target)]
-        real = [k for k in left if not same(shape[k], 1)]
-        wide = [k for k in right if not same(target[k], 1)]
-        if len(real) == 1 and len(wide) == 1:
-            out += [position[real[0]] if k == wide[0] else Place() for k in right]
-            continue
-        if len(wide) == 1:
-            merged = _merged([(position[k], shape[k]) for k in real])
-            out += [merged if k == wide[0] else Place() for k in right]
-            continue
-        flat: list[Part] = []
-        for k in real:
-            parts = parts_of(position[k], shape[k])
-            if parts is None:
-                raise Unread("a view cuts up a sliced dim, accepted a sliced dim as it is")
-            flat += parts
-        out += [placed(part) for part in regroup(flat, [target[k] for k in right])]
-    return tuple(out)
-
-
-def _is_whole(place: Place, size: Size) -> bool:
-    return same(place.offset, 0) and same(place.extent, size)
-
-
-def placed(digits: Sequence[Part], offset: Size = 0) -> Place:
-    """The place of row-major digits; an index that leads them is written as an offset."""
-    digits = tuple(digits)
-    while digits and isinstance(first := digits[0], Chosen):
-        digits = digits[1:]
-        offset = offset + first.index * product(d.size for d in digits)
-    return Place(digits, offset)
-
-
-def parts_of(place: Place, size: Size) -> tuple[Part, ...] | None:
-    """The whole dim as digits, if the place is a part of it at a multiple of its own extent."""
-    if _is_whole(place, size):
-        return place.digits
-    if any(isinstance(d, Fixed) for d in place.digits):
-        return None
-    extent, offset = place.extent, place.offset
-    if not (isinstance(extent, int) and isinstance(offset, int) and isinstance(size, int)):
-        return None
-    if offset % extent or size % extent:
-        return None
-    return Chosen(offset // extent, size // extent), *place.digits
-
-
-def _merged(dims: list[tuple[Place, Size]]) -> Place:
-    """Many dims viewed as one; a slice or a selected index is possible in the most significant of
-    them."""
-    if any(isinstance(d, Fixed) for place, _ in dims for d in place.digits) and all(
-        place.is_fixed and isinstance(n, int) and isinstance(place.offset, int) for place, n in dims
-    ):
-        return _merged_lanes(dims)
-    digits: tuple[Part, ...] = ()
-    offset: Size = 0
-    for place, size in dims:
-        if digits and not _is_whole(place, size):
-            parts = parts_of(place, size)
-            if parts is None:
-                raise Unread(
-                    "a view joins a sliced dim with another, accepted a sliced dim as it is"
-                )
-            place = Place(parts)
-        digits, offset = digits + place.digits, offset * size + place.offset
-    return placed(joined(digits), offset)
-
-
-def _merged_lanes(dims: list[tuple[Place, Size]]) -> Place:
-    """As `_merged` where all positions are numbers: lanes beside selected indices."""
-    count = next(len(d.values) for place, _ in dims for d in place.digits if isinstance(d, Fixed))
-    values, extent = [0] * count, 1
-    for place, n in dims:
-        lanes = place.lanes(count)
-        values = [v * n + lane + place.offset for v, lane in zip(values, lanes, strict=True)]
-        extent *= n
-    return Place((Fixed(tuple(values), extent),))
-
-
-def _shorter(a: Size, b: Size) -> bool:
-    """Whether the left run of dims is the one to lengthen."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a < b
-    return quotient(b, a) is not None
-
-
 def whole(axis: str, size: Size) -> Place:
-    return Place() if same(size, 1) else Place((Digit(axis, 1, size),))
+    return FIRST if same(size, 1) else Place((Digit(axis, 1, size),))
 
 
 def axes_in(position: Position) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inductor_gqa.site import Site, Target, View
+from inductor_gqa.site import Target, View
 
 from . import operands, terms
 from .attention import arrangements
@@ -31,29 +31,60 @@ MULTIPLIES = {aten.mul.Tensor, prims.fma.default, aten.view_as_real.default}
 SHAPE_ONLY = {aten.new_empty_strided.default, aten.new_empty.default}
 
 
-def finished_targets(
-    site: Site,
-    start: Node,
-    position: Position,
-    lanes: Lanes | None,
-    summed: tuple[Digit, ...],
-    values: ValueNumbers,
-    ratio: float = 1.0,
-) -> tuple[Target, ...]:
-    """The nodes that hold the finished gradient: summed over the rest of the group, rotated
-    back."""
-    if lanes is None and not summed and ratio == 1.0:
-        end, at = start, position
-    else:
-        end, at = _finished(site, start, position, lanes, summed, values, ratio)
-    targets = arrangements(end, at, values)
-    for target in targets:
-        operands.unrounded(target.node, start)
-    return targets
+class Finished:
+    """Where the gradients of one site are finished. A site that is read with its rotations and then
+    without has most of them in common."""
+
+    def __init__(self, head_dim: int, values: ValueNumbers) -> None:
+        self.head_dim = head_dim
+        self.values = values
+        self.known: dict[Any, tuple[Target, ...] | Unread] = {}
+
+    def targets(
+        self,
+        start: Node,
+        position: Position,
+        lanes: Lanes | None,
+        summed: tuple[Digit, ...],
+        ratio: float = 1.0,
+    ) -> tuple[Target, ...]:
+        """The nodes that hold the finished gradient: summed over the rest of the group, rotated
+        back. Raises Unread where there are none."""
+        key = (start, position, lanes, summed, ratio)
+        if key not in self.known:
+            try:
+                self.known[key] = self._read(*key)
+            except Unread as why:
+                self.known[key] = why
+        found = self.known[key]
+        if isinstance(found, Unread):
+            raise found
+        return found
+
+    def _read(
+        self,
+        start: Node,
+        position: Position,
+        lanes: Lanes | None,
+        summed: tuple[Digit, ...],
+        ratio: float,
+    ) -> tuple[Target, ...]:
+        if lanes is None and not summed and ratio == 1.0:
+            end, at = start, position
+        else:
+            end, at = _finished(self.head_dim, start, position, lanes, summed, self.values, ratio)
+        targets = arrangements(end, at, self.values)
+        for target in targets:
+            operands.unrounded(target.node, start)
+        return targets
+
+
+class Joined(Exception):
+    """Another gradient was added: what follows is not this site's alone."""
 
 
 def _finished(
-    site: Site,
+    head_dim: int,
     start: Node,
     position: Position,
     lanes: Lanes | None,
@@ -71,7 +102,12 @@ def _finished(
         waiting.discard(node)
         is_turned = is_turned or node.target in MULTIPLIES
         if not waiting and node is not start and (lanes is None or is_turned):
-            at = _as_result(site, node, start, position, lanes, summed, values, ratio)
+            try:
+                at = _as_result(head_dim, node, start, position, lanes, summed, values, ratio)
+            except Joined:
+                raise Unread(
+                    "another gradient is added to one before it is complete, accepted it alone"
+                ) from None
             if at is not None:
                 return node, at
         for user in node.users:
@@ -88,7 +124,7 @@ def _finished(
 
 
 def _as_result(
-    site: Site,
+    head_dim: int,
     node: Node,
     start: Node,
     position: Position,
@@ -107,7 +143,7 @@ def _as_result(
         if lanes is None:
             return _moved_result(node, own, start, position, summed, values, ratio)
         for dim in reversed(range(len(shape))):
-            heads = quotient(shape[dim], site.head_dim)
+            heads = quotient(shape[dim], head_dim)
             if heads is None:
                 continue
             at = _turned_result(
@@ -189,23 +225,25 @@ def _turned_result(
     fixed = operands.fixed_lanes(position, "d", Place())
     names: Renaming | None = None
     known: dict[object, object] = {}
-    bare: dict[View, View] = {}  # tables in the site's axes
+    tables: dict[View, int] = {}
+    numbers: dict[int, int] = {}  # of the tables in the forward's lanes
     seen: list[dict[Any, float]] = [{} for _ in range(count)]
     for group, read in by_lane(reader, node, at, count):
-        for strand in strands(terms.gathered(read), len(group)):
+        found_here = strands(terms.gathered(read), len(group), tables)
+        _alone(start, [strand.data for strand in found_here], values)
+        for strand in found_here:
             if strand.data not in known:
                 known[strand.data] = _names_of(strand.data, start, fixed, summed, values)
             found = known[strand.data]
             if not isinstance(found, Renaming):
                 return None
             names = names or found
-            for table, _, _ in strand.tables:
-                if table not in bare:
-                    bare[table] = View(table.node, names.apply(table.position))
-            for lane, term in zip(group, strand.terms(), strict=True):
-                table = None if term.table is None else bare[term.table]
-                beside = tuple(e._replace(table=bare[e.table]) for e in term.beside)
-                key = coefficient(table, term.column, beside, term.lane)
+            for number, _, _ in strand.tables:
+                if number not in numbers:
+                    numbers[number] = _number(list(tables)[number], names, lanes)
+            columns = [[(numbers[n], c) for c in at] for n, _, at in strand.tables]
+            for lane, source, *entries in zip(group, strand.lanes, *columns, strict=True):
+                key = coefficient(entries, source)
                 seen[lane][key] = seen[lane].get(key, 0.0) + strand.factor
     if not all(_times(have, want, ratio) for have, want in zip(seen, wanted, strict=True)):
         return None
@@ -213,6 +251,23 @@ def _turned_result(
         return None
     names.rules.append((Digit(f"x{dim}", 1, count), Digit("d", 1, count)))
     return names.apply(own)
+
+
+def _number(table: View, names: Renaming, lanes: Lanes) -> int:
+    """What the forward's lanes call a table; -1 for one that they do not have."""
+    return lanes.tables.get(View(table.node, names.apply(table.position)), -1)
+
+
+def _alone(start: Node, parts: list[Atom], values: ValueNumbers) -> None:
+    """Raises Joined where a lane is a sum of the gradient and of something else."""
+    first = values.first(start)
+    is_own = {any(a.node is first for a in _loads(part)) for part in parts}
+    if len(is_own) > 1:
+        raise Joined
+
+
+def _loads(atom: Atom) -> tuple[Atom, ...]:
+    return atom.inner[1] if atom.kind == "sum" else (atom,)
 
 
 def _times(have: dict[Any, float], want: dict[Any, float], ratio: float) -> bool:

@@ -118,9 +118,10 @@ def _turned(
     reader = Elements(values, [start])
     fixed = operands.fixed_lanes(position, "d", Place())
     forms: list[list[Term]] = [[] for _ in range(count)]
+    tables: dict[View, int] = {}
     sources: dict[terms.Atom, tuple[Renaming, frozenset[Digit]]] = {}
     for group, read in by_lane(reader, node, at, count):
-        for s in strands(read, len(group)):
+        for s in strands(read, len(group), tables):
             if s.data not in sources:
                 sources[s.data] = _names(s.data, start, fixed, values)
             for lane, term in zip(group, s.terms(), strict=True):
@@ -128,7 +129,7 @@ def _turned(
     if len(sources) != 1:
         raise Unread(f"the lanes come from {len(sources)} tensors, accepted one")
     ((names, summed),) = sources.values()
-    found = Lanes(View(start, fixed), 0, 0, [tuple(form) for form in forms])
+    found = Lanes(View(start, fixed), 0, 0, tuple(tuple(form) for form in forms), tables)
     turn, order = rotation.rotation(found)
     if order != tuple(range(count)):
         raise Unread("the lanes change their order, accepted their own")

@@ -12,6 +12,7 @@ LoRA on some of them) are not missed.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -22,7 +23,7 @@ from .attention import Forward
 from .axes import Digit, Place, Position, Unread, shape_of
 from .derivative import algebra, derivative
 from .elements import Elements
-from .finished import finished_targets
+from .finished import Finished
 from .gradient_paths import gradient_matmul, reached_matmuls
 from .moves import broadcast
 from .naming import op_of
@@ -35,49 +36,71 @@ aten = torch.ops.aten
 Node = torch.fx.Node
 
 
-def read_gradients(forward: Forward, values: ValueNumbers) -> Gradients | None:
-    """The gradients of a site; None where the graph holds none. Raises Unread where it holds some
-    that do not read."""
-    dv_products = _value_gradients(forward, values)
+@dataclass(frozen=True)
+class Start:
+    """A gradient where its matmul makes it: the position of the matmul's result, what the matmul
+    sums over, and the factor that is missing."""
+
+    role: str  # "q", "k" or "v"
+    matmul: Node
+    position: Position
+    over: Place
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradients of a site before they are summed over the group and rotated back."""
+
+    grad_out: View
+    starts: tuple[Start, ...]
+    weights: tuple[Node, Position] | None  # dP, where the graph has it
+    finished: Finished
+
+
+def read_backward(forward: Forward, values: ValueNumbers) -> Backward | None:
+    """Where the gradients of a site start; None where the graph holds none. Raises Unread where it
+    holds some that do not read."""
+    of_values = _value_gradients(forward, values)
     dp = _weights_gradient(forward, values)
-    if not dv_products and dp is None:
+    if not of_values and dp is None:
         return None
-    grads_out = [view for _, _, view, _ in dv_products] + ([dp[2]] if dp else [])
+    grads_out = [grad for _, grad in of_values] + ([dp[2]] if dp else [])
     first = grads_out[0]
     if any(not same_view(first, other, values) for other in grads_out):
         raise Unread(
             "the gradients of the weights and of the values start from different tensors, "
             "accepted one gradient of the output"
         )
-    v_targets = [
-        target
-        for matmul, position, _, over in dv_products
-        for target in finished_targets(
-            forward.site, matmul, position, None, _unsummed(forward, over), values
-        )
-    ]
-    q_targets: list[Target] = []
-    k_targets: list[Target] = []
+    starts = [start for start, _ in of_values]
     if dp is not None:
-        for matmul, position, role, ratio, over in _score_gradients(forward, dp[0], dp[1], values):
-            lanes = forward.q_lanes if role == "q" else forward.k_lanes
-            summed = () if role == "q" else _unsummed(forward, over)
-            found = finished_targets(forward.site, matmul, position, lanes, summed, values, ratio)
-            (q_targets if role == "q" else k_targets).extend(found)
-    sinks = () if dp is None else sink_gradient(forward, dp[0], dp[1], values)
-    return Gradients(first, tuple(q_targets), tuple(k_targets), tuple(v_targets), sinks)
+        starts += _score_gradients(forward, dp[0], dp[1], values)
+    finished = Finished(forward.site.head_dim, values)
+    return Backward(first, tuple(starts), dp and dp[:2], finished)
+
+
+def read_gradients(forward: Forward, backward: Backward, values: ValueNumbers) -> Gradients:
+    """The gradients of a site as it sees q, k and v; raises Unread."""
+    lanes = {"q": forward.lanes[0], "k": forward.lanes[1], "v": None}
+    found: dict[str, list[Target]] = {"q": [], "k": [], "v": []}
+    for start in backward.starts:
+        role = start.role
+        summed = () if role == "q" else _unsummed(forward, start.over)
+        found[role] += backward.finished.targets(
+            start.matmul, start.position, lanes[role], summed, start.ratio
+        )
+    dp = backward.weights
+    sinks = () if dp is None else sink_gradient(forward, *dp, values)
+    return Gradients(backward.grad_out, *(tuple(found[role]) for role in "qkv"), sinks)
 
 
 def same_view(a: View, b: View, values: ValueNumbers) -> bool:
     return values.first(a.node) is values.first(b.node) and a.position == b.position
 
 
-def _value_gradients(
-    forward: Forward, values: ValueNumbers
-) -> list[tuple[Node, Position, View, Place]]:
-    """(matmul, position of its result, dO, what it sums over) for every matmul of the weights over
-    the queries."""
-    out: list[tuple[Node, Position, View, Place]] = []
+def _value_gradients(forward: Forward, values: ValueNumbers) -> list[tuple[Start, View]]:
+    """The gradient of the values with dO for every matmul of the weights over the queries."""
+    out: list[tuple[Start, View]] = []
     weights, canonical = forward.dropped.node, forward.dropped.position
     seen: set[Node] = set()
     for moved, user in operands.moved_users(weights, canonical):
@@ -101,7 +124,7 @@ def _value_gradients(
             operands.free_axis(free, dim, "e", names)
             grad = operands.view(g, names.apply(at_g))
             (over,) = names.apply(left[-1:])
-            out.append((user, names.apply(result), grad, over))
+            out.append((Start("v", user, names.apply(result), over), grad))
     return out
 
 
@@ -168,26 +191,33 @@ def _is_proportional(read: Terms, forward: Forward, values: ValueNumbers) -> boo
 
 def _score_gradients(
     forward: Forward, dp: Node, dp_position: Position, values: ValueNumbers
-) -> list[tuple[Node, Position, str, float, Place]]:
-    """(matmul, position of its result, "q" or "k", factor that is missing, what it sums over) for
-    every matmul of the gradient of the scores."""
-    out: list[tuple[Node, Position, str, float, Place]] = []
+) -> list[Start]:
+    """The gradient of q or k for every matmul of the gradient of the scores."""
+    out: list[Start] = []
     plain = {
         role: operands.view(operand.node, operand.position)
         for role, operand in (("q", forward.q), ("k", forward.k))
     }
+    proven: dict[Node, tuple[Position, float]] = {}
     for matmul, side in reached_matmuls(dp):
         left, right, result = operands.matmul_axes(matmul)
         a, b = operands.operands(matmul)
         z, at_z, x, at_x, free = (a, left, b, right, "r") if side == 0 else (b, right, a, left, "l")
-        names, ratio = _proven(forward, z, at_z, dp, dp_position, values)
+        operands.unrounded(z, dp)
+        # q and k have their gradients from one gradient of the scores, which is read once.
+        source = operands.origin(z, at_z)
+        if source.node not in proven:
+            proven[source.node] = _proven(forward, source, dp, dp_position, values)
+        at_source, ratio = proven[source.node]
+        names = Renaming()
+        names.learn(source.position, at_source)
         dim = shape_of(x)[-1 if free == "r" else -2]
         operands.free_axis(free, dim, "d", names)
         view = operands.view(x, names.apply(at_x))
         for role, other in (("q", "k"), ("k", "q")):
             if same_view(view, plain[other], values):
                 (over,) = names.apply(left[-1:])
-                out.append((matmul, names.apply(result), role, ratio, over))
+                out.append(Start(role, matmul, names.apply(result), over, ratio))
                 break
         else:
             raise Unread(
@@ -198,22 +228,17 @@ def _score_gradients(
 
 
 def _proven(
-    forward: Forward,
-    z: Node,
-    position: Position,
-    dp: Node,
-    dp_position: Position,
-    values: ValueNumbers,
-) -> tuple[Renaming, float]:
-    """The names of a matmul's axes, once its operand is proven to be the derivative of the scores,
-    but for a factor.
+    forward: Forward, z: View, dp: Node, dp_position: Position, values: ValueNumbers
+) -> tuple[Position, float]:
+    """The position of an operand of a matmul in the site's axes, once it is proven to be the
+    derivative of the scores, but for a factor.
 
     The factor is what remains to be multiplied later, as where a scale is the matmul's own (baddbmm
     with alpha).
     """
     softmax = forward.softmax
     reader = algebra(forward, dp, values)
-    read = reader.at(z, position)
+    read = reader.at(z.node, z.position)
     first_weights = values.first(softmax.node)
     places = {
         atom.position
@@ -228,16 +253,16 @@ def _proven(
         )
     names = Renaming()
     names.learn(places.pop(), softmax.position)
-    seen = reader.at(z, names.apply(position))
-    operands.unrounded(z, dp)
+    position = names.apply(z.position)
+    seen = reader.at(z.node, position)
     wanted = derivative(forward, reader, dp, dp_position)
     ratio = terms.ratio(wanted, seen)
     if ratio is None:
         raise Unread(
-            f"{op_of(z)} is not the derivative of the scores that were read forward, "
+            f"{op_of(z.node)} is not the derivative of the scores that were read forward, "
             "accepted their derivative"
         )
-    return names, ratio
+    return position, ratio
 
 
 def _unsummed(forward: Forward, over: Place) -> tuple[Digit, ...]:

@@ -6,11 +6,10 @@ What the coefficients mean rotation.py reads off.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -27,7 +26,7 @@ Node = torch.fx.Node
 class Entry(NamedTuple):
     """table[column]; dim None for a table that has one number for all lanes of a position."""
 
-    table: View  # position without its column place, which is dim `dim`
+    table: int  # its number in the reading, as in `Lanes.tables`
     column: int
     dim: int | None
 
@@ -37,7 +36,7 @@ class Term(NamedTuple):
     hundreds of them, so one is a single tuple."""
 
     factor: float
-    table: View | None
+    table: int | None
     column: int
     dim: int | None  # of the columns in the table, as in `Entry`
     lane: int
@@ -50,22 +49,24 @@ class Term(NamedTuple):
         return (Entry(self.table, self.column, self.dim), *self.beside)
 
 
-def coefficient(table: View | None, column: int, beside: tuple[Entry, ...], lane: int) -> Any:
-    """A coefficient without its factor, whatever the order of its tables, and the lane it makes."""
-    if not beside:
-        return table, column, lane
-    pairs = [(table, column), *((e.table, e.column) for e in beside)]
-    return frozenset(Counter(pairs).items()), lane
+Forms: TypeAlias = tuple[tuple[Term, ...], ...]  # of each lane
 
 
-@dataclass
+def coefficient(entries: Sequence[tuple[int, int]], lane: int) -> Any:
+    """A coefficient without its factor, as (table, column) of each, whatever their order, and the
+    lane it makes."""
+    return (tuple(entries) if len(entries) < 2 else tuple(sorted(entries))), lane
+
+
+@dataclass(eq=False)  # keys of memos, of which only the same reading is meant
 class Lanes:
     """Each lane of a rotated operand as terms over the lanes of one tensor."""
 
     source: View  # position without its lane place (see lane_dim)
     lane_dim: int
     lane_start: int
-    forms: list[tuple[Term, ...]]
+    forms: Forms
+    tables: dict[View, int]  # by number; positions without their column place (see Term.dim)
 
     @cached_property
     def scales_by_row(self) -> bool:
@@ -73,14 +74,20 @@ class Lanes:
         terms = (term for form in self.forms for term in form if term.table is not None)
         return any(t.dim is None or any(e.dim is None for e in t.beside) for t in terms)
 
-    @cached_property
+    @property
     def adjoint(self) -> list[dict[Any, float]]:
         """For each input lane, its gradient as {`coefficient` of an output lane: factor}."""
-        out: list[dict[Any, float]] = [{} for _ in self.forms]
-        for k, form in enumerate(self.forms):
-            for term in form:
-                out[term.lane][coefficient(term.table, term.column, term.beside, k)] = term.factor
-        return out
+        return _adjoint(self.forms)
+
+
+@lru_cache(maxsize=1 << 8)  # q and k, and the layers of a model, are made alike
+def _adjoint(forms: Forms) -> list[dict[Any, float]]:
+    out: list[dict[Any, float]] = [{} for _ in forms]
+    for k, form in enumerate(forms):
+        for term in form:
+            key = coefficient([entry[:2] for entry in term.entries], k)
+            out[term.lane][key] = term.factor
+    return out
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Strand:
     """One term of a group of lanes: factor * tables[columns[n]] * data[lanes[n]] in the n-th."""
 
     factor: float
-    tables: tuple[tuple[View, int | None, tuple[int, ...]], ...]  # with dim and columns
+    tables: tuple[tuple[int, int | None, tuple[int, ...]], ...]  # number, dim and columns
     data: Atom  # its lanes set to 0
     data_dim: int
     lanes: tuple[int, ...]
@@ -105,16 +112,21 @@ class Strand:
             yield Term(self.factor, table, columns[n], dim, lane - first, beside)
 
 
-def strands(read: Terms, count: int) -> list[Strand]:
-    """The terms of a group of lanes; raises Unread where one is not (tables times) one input."""
+def strands(read: Terms, count: int, tables: dict[View, int]) -> list[Strand]:
+    """The terms of a group of lanes, their tables numbered by `tables`; raises Unread where one is
+    not (tables times) one input."""
     out: list[Strand] = []
     for atoms, factor in read.items():
         data = [a for a in atoms if a.kind != "table"]
         if len(data) != 1:
             raise Unread(f"a term of a lane has {len(data)} inputs, accepted 1")
         bare, dim, lanes_ = without_lanes(data[0], count)
-        tables = tuple(_columns(a, count) for a in atoms if a.kind == "table")
-        out.append(Strand(factor, tables, bare, dim, lanes_))
+        used: list[tuple[int, int | None, tuple[int, ...]]] = []
+        for atom in atoms:
+            if atom.kind == "table":
+                table, at, columns = _columns(atom, count)
+                used.append((tables.setdefault(table, len(tables)), at, columns))
+        out.append(Strand(factor, tuple(used), bare, dim, lanes_))
     return out
 
 
@@ -147,8 +159,9 @@ def lanes_of(reader: Elements, node: Node, position: Position, count: int) -> La
     made of."""
     found: list[tuple[tuple[int, ...], Strand]] = []
     sources: dict[tuple[Atom, int], set[int]] = {}
+    tables: dict[View, int] = {}
     for group, read in by_lane(reader, node, position, count):
-        for s in strands(read, len(group)):
+        for s in strands(read, len(group), tables):
             sources.setdefault((s.data, s.data_dim), set()).update(s.lanes)
             found.append((group, s))
     if len(sources) != 1:
@@ -164,7 +177,8 @@ def lanes_of(reader: Elements, node: Node, position: Position, count: int) -> La
     for group, s in found:
         for lane, term in zip(group, s.terms(start), strict=True):
             forms[lane].append(term)
-    return Lanes(View(source.node, source.position), dim, start, [tuple(f) for f in forms])
+    view = View(source.node, source.position)
+    return Lanes(view, dim, start, tuple([tuple(f) for f in forms]), tables)
 
 
 def split_lanes(position: Position, count: int) -> tuple[Position, int, tuple[int, ...]]:

@@ -6,11 +6,26 @@ tensor comes from.
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
-from .axes import Fixed, Place, Position, Size, Unread, quotient, reshaped, same, shape_of, size_of
+from .axes import (
+    FIRST,
+    Fixed,
+    Place,
+    Position,
+    Size,
+    Unread,
+    quotient,
+    same,
+    shape_of,
+    size_of,
+    sizes_of,
+)
+from .reshapes import reshaped
 from .values import is_float
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -29,77 +44,96 @@ DIMS = {aten.unsqueeze.default, *VIEWS}  # what puts a dim where copies are join
 SQUEEZES = {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}
 
 
-def step(node: Node, position: Position, casts: bool = True) -> tuple[Node, Position] | None:
+Back: TypeAlias = tuple[Node, Position]
+
+
+def step(node: Node, position: Position, casts: bool = True) -> Back | None:
     """One op back, for ops whose every element is one element of their first operand; None for any
     other op."""
-    op, args = node.target, node.args
-    if op in COPIES or (casts and op is prims.convert_element_type.default and _keeps_float(node)):
-        return args[0], position  # type: ignore[return-value]
-    if op is aten.cat.default:
+    rule = STEPS.get(node.target)
+    if rule is not None:
+        source: Any = node.args[0]
+        is_tensor = isinstance(source, Node) and isinstance(source.meta.get("val"), torch.Tensor)
+        return rule(node, source, position) if is_tensor else None
+    if node.target is prims.convert_element_type.default:
+        return (node.args[0], position) if casts and _keeps_float(node) else None  # type: ignore[return-value]
+    if node.target is aten.cat.default:
         return _step_copies(node, position)
-    if not args or not isinstance(args[0], Node) or "val" not in args[0].meta:
+    if node.target is aten.copy.default:
+        return _step_copied(node, position, casts)
+    return _step_out_of_list(node, position)
+
+
+def _step_same(node: Node, source: Node, position: Position) -> Back:
+    return source, position
+
+
+def _step_copied(node: Node, position: Position, casts: bool) -> Back | None:
+    """What an in-place op leaves: the copied tensor, as far as it is of the same shape."""
+    copied = node.args[1]
+    if not isinstance(copied, Node) or shape_of(copied) != shape_of(node):
         return None
-    source: Node = args[0]
-    if (
-        op is aten.copy.default
-    ):  # what an in-place op leaves: the copied tensor, as far as it is of the same shape
-        copied = args[1]
-        if not isinstance(copied, Node) or shape_of(copied) != shape_of(node):
+    same_type = copied.meta["val"].dtype is node.meta["val"].dtype
+    return (copied, position) if same_type or (casts and _keeps_float(node)) else None
+
+
+def _step_view(node: Node, source: Node, position: Position) -> Back | None:
+    try:
+        return source, reshaped(position, shape_of(node), shape_of(source))
+    except Unread:
+        return None
+
+
+def _step_permute(node: Node, source: Node, position: Position) -> Back:
+    dims: Any = node.args[1]
+    out = list(position)
+    for place, dim in zip(position, dims, strict=True):
+        out[dim] = place
+    return source, tuple(out)
+
+
+def _step_transpose(node: Node, source: Node, position: Position) -> Back:
+    a, b = (0, 1) if node.target is aten.t.default else node.args[1:3]
+    out = list(position)
+    out[a], out[b] = out[b], out[a]  # type: ignore[index]
+    return source, tuple(out)
+
+
+def _step_unsqueeze(node: Node, source: Node, position: Position) -> Back:
+    dim = node.args[1] % len(position)  # type: ignore[operator]
+    return source, position[:dim] + position[dim + 1 :]
+
+
+def _step_squeeze(node: Node, source: Node, position: Position) -> Back:
+    return source, _unsqueezed(position, len(position), shape_of(source), node)
+
+
+def _step_expand(node: Node, source: Node, position: Position) -> Back:
+    return source, broadcast(source, position)
+
+
+def _step_select(node: Node, source: Node, position: Position) -> Back | None:
+    dim, index = node.args[1] % (len(position) + 1), node.args[2]  # type: ignore[operator]
+    if not isinstance(index, int):
+        return None
+    n = shape_of(source)[dim]
+    if index < 0:
+        if not isinstance(n, int):
             return None
-        same_type = copied.meta["val"].dtype is node.meta["val"].dtype
-        return (copied, position) if same_type or (casts and _keeps_float(node)) else None
-    if not isinstance(source.meta["val"], torch.Tensor):
-        return _step_out_of_list(node, position)
+        index += n
+    place = FIRST if same(n, 1) else Place((), index)
+    return source, (*position[:dim], place, *position[dim:])
+
+
+def _step_flip(node: Node, source: Node, position: Position) -> Back | None:
     shape = shape_of(source)
-    rank = len(shape)
-    if op in VIEWS:
-        try:
-            return source, reshaped(position, shape_of(node), shape)
-        except Unread:
-            return None
-    if op is aten.permute.default:
-        out = [Place()] * rank
-        for place, dim in zip(position, args[1], strict=True):  # type: ignore[arg-type]
-            out[dim % rank] = place
-        return source, tuple(out)
-    if op in (aten.t.default, aten.transpose.int):
-        a, b = (0, 1) if op is aten.t.default else (args[1] % rank, args[2] % rank)  # type: ignore[operator]
-        out = list(position)
-        out[a], out[b] = out[b], out[a]
-        return source, tuple(out)
-    if op is aten.unsqueeze.default:
-        dim = args[1] % (rank + 1)  # type: ignore[operator]
-        return source, position[:dim] + position[dim + 1 :]
-    if op in SQUEEZES:
-        return source, _unsqueezed(position, len(position), shape, node)
-    if op is aten.expand.default:
-        tail = position[len(position) - rank :]
-        return source, tuple(Place() if same(n, 1) else p for n, p in zip(shape, tail, strict=True))
-    if op is aten.slice.Tensor:
-        return _step_slice(node, source, shape, position)
-    if op is aten.select.int:
-        dim, index = args[1] % rank, args[2]  # type: ignore[operator]
-        if not isinstance(index, int):
-            return None
-        n = shape[dim]
-        if index < 0:
-            if not isinstance(n, int):
-                return None
-            index += n
-        place = Place() if same(n, 1) else Place((), index)
-        return source, (*position[:dim], place, *position[dim:])
-    if op is aten.constant_pad_nd.default:
-        return _step_pad(args[1], source, shape, position)  # type: ignore[arg-type]
-    if op is aten.flip.default:
-        dims = [d % rank for d in args[1]]  # type: ignore[union-attr]
-        if all(position[d].is_fixed and isinstance(shape[d], int) for d in dims):
-            out = list(position)
-            for d in dims:
-                out[d] = fixed(tuple(shape[d] - 1 - v for v in numbers(out[d])), shape[d])
-            return source, tuple(out)
-    if op is aten.repeat.default:
-        return _step_repeat(node, source, shape, position)
-    return None
+    dims = [d % len(shape) for d in node.args[1]]  # type: ignore[union-attr]
+    if not all(position[d].is_fixed and isinstance(shape[d], int) for d in dims):
+        return None
+    out = list(position)
+    for d in dims:
+        out[d] = fixed(tuple(shape[d] - 1 - v for v in numbers(out[d])), shape[d])
+    return source, tuple(out)
 
 
 def _keeps_float(node: Node) -> bool:
@@ -107,10 +141,10 @@ def _keeps_float(node: Node) -> bool:
     return isinstance(source, Node) and is_float(source) and is_float(node)
 
 
-def _step_out_of_list(node: Node, position: Position) -> tuple[Node, Position] | None:
+def _step_out_of_list(node: Node, position: Position) -> Back | None:
     """`getitem` of a split, chunk or unbind."""
-    made = node.args[0]
-    if getattr(node.target, "__name__", "") != "getitem" or not isinstance(made, Node):
+    made = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(made, Node):
         return None
     source, which = made.args[0], node.args[1]
     if not isinstance(source, Node) or not isinstance(which, int):
@@ -119,20 +153,16 @@ def _step_out_of_list(node: Node, position: Position) -> tuple[Node, Position] |
     if made.target is aten.unbind.int:
         dim = (made.args[1] if len(made.args) > 1 else 0) % rank  # type: ignore[operator]
         n = shape_of(source)[dim]
-        place = Place() if same(n, 1) else Place((), which)
+        place = FIRST if same(n, 1) else Place((), which)
         return source, (*position[:dim], place, *position[dim:])
     if made.target in (aten.split_with_sizes.default, aten.split.Tensor):
         dim = (made.args[2] if len(made.args) > 2 else 0) % rank  # type: ignore[operator]
-        sizes = [shape_of_val(v)[dim] for v in made.meta["val"]]
+        sizes = [sizes_of(v)[dim] for v in made.meta["val"]]
         start: Size = 0
         for n in sizes[:which]:
             start = start + n
         return source, _moved(position, dim, start, 1, shape_of(source)[dim])
     return None
-
-
-def shape_of_val(value: torch.Tensor) -> tuple[Size, ...]:
-    return tuple([n if type(n) is int else size_of(n) for n in value.shape])
 
 
 def numbers(place: Place) -> tuple[int, ...]:
@@ -160,13 +190,12 @@ def _moved(position: Position, dim: int, start: Size, stride: int, size: Size) -
             "accepted steps of 1"
         )
     if not moved.digits and same(size, 1):
-        moved = Place()
+        moved = FIRST
     return (*position[:dim], moved, *position[dim + 1 :])
 
 
-def _step_slice(
-    node: Node, source: Node, shape: tuple[Size, ...], position: Position
-) -> tuple[Node, Position] | None:
+def _step_slice(node: Node, source: Node, position: Position) -> Back | None:
+    shape = shape_of(source)
     args = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
     dim = args[1] % len(shape)  # type: ignore[operator]
     start = _index(args[2] or 0)
@@ -184,10 +213,10 @@ def _step_slice(
         return None
 
 
-def _step_pad(
-    pads: list[Any], source: Node, shape: tuple[Size, ...], position: Position
-) -> tuple[Node, Position] | None:
-    """Only for elements that are not padding; `pads` starts with the last dim."""
+def _step_pad(node: Node, source: Node, position: Position) -> Back | None:
+    """Only for elements that are not padding; the widths start with the last dim."""
+    pads: Any = node.args[1]
+    shape = shape_of(source)
     out = list(position)
     for k in range(len(pads) // 2):
         dim, left = len(shape) - 1 - k, _index(pads[2 * k])
@@ -228,18 +257,17 @@ def _unsqueezed(position: Position, rank: int, shape: tuple[Size, ...], node: No
         named = [given] if isinstance(given, int) else list(given)  # type: ignore[arg-type]
         dims = {d % n for d in named if same(shape[d % n], 1)}
     places = iter(position)
-    return tuple(Place() if d in dims else next(places) for d in range(n))
+    return tuple(FIRST if d in dims else next(places) for d in range(n))
 
 
-def _step_repeat(
-    node: Node, source: Node, shape: tuple[Size, ...], position: Position
-) -> tuple[Node, Position] | None:
+def _step_repeat(node: Node, source: Node, position: Position) -> Back | None:
+    shape = shape_of(source)
     pad = len(position) - len(shape)
     out: list[Place] = []
     target = shape_of(node)
     for n, p, whole_size in zip(shape, position[pad:], target[pad:], strict=True):
         if same(n, 1):
-            out.append(Place())
+            out.append(FIRST)
         elif same(n, whole_size):
             out.append(p)
         elif p.is_fixed and p.digits and isinstance(n, int):
@@ -255,14 +283,14 @@ def _step_repeat(
     return source, tuple(out)
 
 
-def _step_copies(node: Node, position: Position) -> tuple[Node, Position] | None:
+def _step_copies(node: Node, position: Position) -> Back | None:
     """A concatenation of copies of one tensor, which is its repetition, unless lanes lie along
     it."""
     parts: list[Node] = list(node.args[0])  # type: ignore[call-overload]
     place = position[(node.args[1] if len(node.args) > 1 else 0) % len(position)]  # type: ignore[operator]
     if place.is_fixed or len(parts) < 2 or not all(_alike(part, parts[0]) for part in parts):
         return None
-    return _step_repeat(node, parts[0], shape_of(parts[0]), position)
+    return _step_repeat(node, parts[0], position)
 
 
 def _alike(a: Node, b: Node) -> bool:
@@ -272,4 +300,22 @@ def _alike(a: Node, b: Node) -> bool:
 def broadcast(value: Node, position: Position) -> Position:
     shape = shape_of(value)
     tail = position[len(position) - len(shape) :]
-    return tuple(Place() if same(n, 1) else p for n, p in zip(shape, tail, strict=True))
+    return tuple([FIRST if same(n, 1) else p for n, p in zip(shape, tail, strict=True)])
+
+
+Rule: TypeAlias = Callable[[Node, Node, Position], Back | None]
+STEPS: dict[Any, Rule] = {
+    **dict.fromkeys(COPIES, _step_same),
+    **dict.fromkeys(VIEWS, _step_view),
+    **dict.fromkeys(SQUEEZES, _step_squeeze),
+    aten.permute.default: _step_permute,
+    aten.t.default: _step_transpose,
+    aten.transpose.int: _step_transpose,
+    aten.unsqueeze.default: _step_unsqueeze,
+    aten.expand.default: _step_expand,
+    aten.slice.Tensor: _step_slice,
+    aten.select.int: _step_select,
+    aten.constant_pad_nd.default: _step_pad,
+    aten.flip.default: _step_flip,
+    aten.repeat.default: _step_repeat,
+}

@@ -101,6 +101,13 @@ def view(node: Node, position: Position, stops: frozenset[Node] = frozenset()) -
     return View(node, position)
 
 
+def origin(node: Node, position: Position) -> View:
+    """As `view`, through casts between floats as well."""
+    while (back := step(node, position)) is not None:
+        node, position = back
+    return View(node, position)
+
+
 def back_to(node: Node, position: Position, goal: Node, values: ValueNumbers) -> Position | None:
     """The position of the element in `goal`, if `node` is a rearrangement (casts allowed) of it."""
     goal = values.first(goal)
@@ -125,7 +132,8 @@ def unrounded(node: Node, goal: Node) -> None:
     def on_the_way(n: Node) -> bool:
         if n not in known:
             known[n] = False
-            for m in n.all_input_nodes:  # all of them: each way may hold a cast
+            earlier = n < goal  # in the graph: no way leads there
+            for m in () if earlier else n.all_input_nodes:  # all: each way may hold a cast
                 known[n] = on_the_way(m) or known[n]
             if known[n] and n.target is torch.ops.prims.convert_element_type.default:
                 casts.append(n)

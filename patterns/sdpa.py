@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ from inductor_gqa.site import Gradients, Mask, Site, Target, View
 from . import attention, masks, operands
 from .axes import Digit, Place, Position, Size, Unread, axes_in, quotient, same, shape_of, whole
 from .empty_rows import may_be_empty
-from .gradients import finished_targets
+from .finished import Finished
 from .integers import Integers
 from .moves import broadcast
 from .operands import Operand
 from .renaming import covered
 from .scores import Scores
-from .turned import rotated
+from .turned import BothLanes, Read, rotated, rotations
 from .values import ValueNumbers
 
 aten = torch.ops.aten
@@ -110,7 +110,7 @@ def _result(node: Node, index: int) -> Node | None:
     return None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Forward:
     """A call that was read, and what its gradients are read by."""
 
@@ -120,13 +120,13 @@ class Forward:
     q: Operand
     k: Operand
     v: Operand
-    lanes: attention.BothLanes
-    misses: tuple[str, ...]
+    rotations: dict[str, Read]  # of q and k, in the site or not
+    finished: Finished
+    lanes: BothLanes = (None, None)  # of q and k where the site has their rotation
 
 
-def read_call(call: Call, values: ValueNumbers, turning: str = "qk") -> Forward:
-    """The attention of a call. `turning`: operands whose rotation
-    may be part of the site."""
+def read_call(call: Call, values: ValueNumbers) -> Forward:
+    """The attention of a call, q and k as it takes them; raises Unread."""
     given = call.given
     if given["dropout_p"] != 0.0:
         raise Unread(f"dropout_p is {given['dropout_p']:g}, accepted 0")
@@ -143,17 +143,14 @@ def read_call(call: Call, values: ValueNumbers, turning: str = "qk") -> Forward:
     scale = 1.0 / math.sqrt(D) if number is None else number
     if not isinstance(scale, int | float):
         raise Unread(f"scale is {scale}, accepted a number")
-    turned = rotated(q, k, D, values, turning)
-    v_view = operands.view(v.node, v.position)
-    batch_axes, kv_heads, group = attention.grouped(
-        canonical[:2], turned.q, turned.k, v_view, turned.turns, mask
-    )
+    views = [operands.view(x.node, x.position) for x in (q, k, v)]
+    batch_axes, kv_heads, group = attention.grouped(canonical[:2], *views, (None, None), mask)
     at_out = (*canonical[:2], whole("i", L), whole("e", value_dim))
     site = Site(
         anchor=call.out,
-        q=turned.q,
-        k=turned.k,
-        v=v_view,
+        q=views[0],
+        k=views[1],
+        v=views[2],
         batch=batch_axes,
         kv_heads=kv_heads,
         group=group,
@@ -161,19 +158,26 @@ def read_call(call: Call, values: ValueNumbers, turning: str = "qk") -> Forward:
         key_length=S,
         head_dim=D,
         value_dim=value_dim,
-        scale=float(scale) * turned.factor,
-        rotate_q=turned.turns[0],
-        rotate_k=turned.turns[1],
+        scale=float(scale),
         mask=mask,
         outputs=attention.arrangements(call.out, at_out, values),
         is_sdpa=True,
         sdpa_has_mask=call.mask is not None,
         zeros_empty_rows=may_be_empty(mask, L, S),
-        notes=turned.misses,
     )
     for target in site.outputs:
         operands.unrounded(target.node, call.out)
-    return Forward(call, site, canonical, q, k, v, turned.lanes, turned.misses)
+    turns = rotations(q, k, D, values)
+    return Forward(call, site, canonical, q, k, v, turns, Finished(D, values))
+
+
+def turned(forward: Forward, turning: str) -> Forward:
+    """The same call with the rotations of `turning` in the site, as far as they read; raises
+    Unread."""
+    site = forward.site
+    made = rotated(forward.q, forward.k, site.head_dim, forward.rotations, turning)
+    site = attention.with_rotations(site, made, forward.canonical[:2])
+    return replace(forward, site=site, lanes=made.lanes)
 
 
 def _batched(batch: Size, heads: Size) -> tuple[Place, Place]:
@@ -274,7 +278,7 @@ def read_call_gradients(forward: Forward, values: ValueNumbers) -> Gradients | N
             continue
         held = covered(operand.position, list(forward.site.group)) if index else set()
         summed = tuple(d for d in forward.site.group if d in held)  # where k and v were repeated
-        found.append(finished_targets(forward.site, start, operand.position, lanes, summed, values))
+        found.append(forward.finished.targets(start, operand.position, lanes, summed))
     return Gradients(operands.view(grad, at_out), *found)
 
 

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .axes import Chosen, Digit, Place, Position, Size, axes_in, parts_of, same, shape_of
+from .axes import Chosen, Digit, Place, Position, Size, axes_in, same, shape_of
+from .reshapes import parts_of
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,20 @@ class Turned:
     misses: tuple[str, ...] = ()
 
 
-def rotated(q: Operand, k: Operand, head_dim: int, values: ValueNumbers, turning: str) -> Turned:
+def rotations(q: Operand, k: Operand, head_dim: int, values: ValueNumbers) -> dict[str, Read]:
+    """What stands between q and k and their projections, by name."""
+    out: dict[str, Read] = {}
+    for name, operand, row in (("q", q, "i"), ("k", k, "j")):
+        try:
+            out[name] = read_rotation(operand, row, head_dim, values)
+        except Unread as why:
+            out[name] = str(why) if looks_turned(operand, row, values) else None
+    return out
+
+
+def rotated(
+    q: Operand, k: Operand, head_dim: int, read: dict[str, Read], turning: str = "qk"
+) -> Turned:
     """q and k behind their rotations, those of `turning` at most and where they read, in one order
     of lanes; else as the matmul has them. Last, what they were multiplied by beside."""
     plain = (operands.view(q.node, q.position), operands.view(k.node, k.position))
@@ -48,16 +61,11 @@ def rotated(q: Operand, k: Operand, head_dim: int, values: ValueNumbers, turning
         return Turned(*plain)
     found: list[Turn | None] = []
     misses: dict[str, list[str]] = {}
-    for name, operand, row in (("q", q, "i"), ("k", k, "j")):
-        if name not in turning:
-            found.append(None)
-            continue
-        try:
-            found.append(read_rotation(operand, row, head_dim, values))
-        except Unread as why:
-            found.append(None)
-            if looks_turned(operand, row, values):
-                misses.setdefault(str(why), []).append(name)
+    for name in "qk":
+        seen = read[name] if name in turning else None
+        found.append(seen if isinstance(seen, Turn) else None)
+        if isinstance(seen, str):
+            misses.setdefault(seen, []).append(name)
     straight = tuple(range(head_dim))
     orders = [f.order if f else straight for f in found]
     if orders[0] != orders[1]:
@@ -115,6 +123,9 @@ class Turn:
     order: tuple[int, ...]
     lanes: Lanes
     factor: float
+
+
+Read: TypeAlias = Turn | str | None  # a rotation, or why there is none, if it looks like one
 
 
 def read_rotation(operand: Operand, row: str, head_dim: int, values: ValueNumbers) -> Turn:

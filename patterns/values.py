@@ -7,6 +7,7 @@ of their value.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from typing import Any
@@ -111,10 +112,12 @@ class ValueNumbers:
         seen: dict[Any, Node] = {}
         for number, node in enumerate(graph.nodes):
             self.order[node] = number
-            inputs = node.all_input_nodes
-            self._matmul[node] = node.target in MATMULS or any(self._matmul[n] for n in inputs)
-            tangent = node.op == "placeholder" and "tangents" in node.name
-            self._gradient[node] = tangent or any(self._gradient[n] for n in inputs)
+            matmul = node.target in MATMULS
+            gradient = node.op == "placeholder" and "tangents" in node.name
+            for source in node.all_input_nodes:
+                matmul = matmul or self._matmul[source]
+                gradient = gradient or self._gradient[source]
+            self._matmul[node], self._gradient[node] = matmul, gradient
             key = self._key(node)
             self._first[node] = node if key is None else seen.setdefault(key, node)
 
@@ -130,11 +133,10 @@ class ValueNumbers:
         return self._gradient.get(node, False)
 
     def _key(self, node: Node) -> Any:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not is_function(node.target):
             return None
-        if torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable:
-            return None
-        key = (node.target, self._typed(node.args), self._typed(node.kwargs))
+        kwargs = node.kwargs
+        key = (node.target, self._typed(node.args), self._typed(kwargs) if kwargs else ())
         try:
             hash(key)
         except TypeError:
@@ -143,9 +145,19 @@ class ValueNumbers:
 
     def _typed(self, value: Any) -> Any:
         if isinstance(value, Node):
-            return self.first(value)
+            return self._first.get(value, value)
         if isinstance(value, list | tuple):
-            return tuple(self._typed(v) for v in value)
+            return tuple([self._typed(v) for v in value])
         if isinstance(value, dict):
             return tuple((k, self._typed(value[k])) for k in sorted(value))
         return (type(value), value)  # 1, 1.0 and True are equal, but not as arguments
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def is_function(target: Any) -> bool:
+    """Whether equal arguments give equal values: an op that neither draws nor writes."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not target._schema.is_mutable
+    )

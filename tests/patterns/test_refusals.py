@@ -178,6 +178,20 @@ def scores_returned(q, k, v):
     return torch.softmax(s, -1) @ v, s
 
 
+@near(qkv, left="the log-sum-exp of the scores is returned as well")
+def log_sum_exp_returned(q, k, v):
+    """As for merging with an attention over other keys."""
+    s = q @ k.mT * 0.3
+    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+
+
+@near(qkv, left="the log-sum-exp of the scores is returned as well")
+def output_scaled_by_log_sum_exp(q, k, v):
+    """GraniteMoeSWA: a sink that is applied to the output."""
+    s = q @ k.mT * 0.3
+    return torch.softmax(s, -1) @ v * torch.sigmoid(torch.logsumexp(s, -1) - 0.5)[..., None]
+
+
 @near(qkv, left="the scores pass through aten.abs")
 def scores_absolute(q, k, v):
     return torch.softmax((q @ k.mT).abs(), -1) @ v
