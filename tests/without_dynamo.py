@@ -50,9 +50,7 @@ class _Flat(nn.Module):
         return tuple(results)
 
 
-def compile_directly(
-    fn: Callable[..., Any], backend: Callable[..., Any]
-) -> Callable[..., Any]:
+def compile_directly(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` compiled by the backend at its first call, for inputs of that call's sizes only."""
     compiled: list[tuple[_Flat, Callable[..., Any]]] = []
 
