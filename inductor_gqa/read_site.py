@@ -110,7 +110,7 @@ def _alone(found: Forward, values: ValueNumbers) -> None:
         )
     kept = rewrite.leftover(site, found.scores.matmul)
     if kept is not None and kept.op == "output":
-        raise Unread(returned_as(found.scores.matmul, rewrite.replaced(site)))
+        raise Unread(returned_as(found, rewrite.replaced(site)))
     if kept is not None:
         raise Unread(
             f"the scores are {use(kept)} as well, accepted scores that only the softmax needs"
