@@ -19,26 +19,25 @@ Node = torch.fx.Node
 
 
 def escapes(forward: Forward, values: ValueNumbers) -> str | None:
-    """What else becomes of the scores, as a sentence, if an output of the forward is made of them
-    by a way that does not pass through the softmax."""
+    """What is returned beside the softmax, if an output of the forward is made of the scores by a
+    way that does not pass through it: "scores are" or what else of them is."""
     if not any(values.comes_from_gradient(n) for n in forward.anchor.weights.graph.nodes):
         return None  # a backward by hand: what it computes of the scores is no forward's output
     anchor = forward.anchor
     stops = {anchor.exponentials, anchor.total, anchor.weights}
     made = [n for n in _made_of(forward.scores.matmul, stops) if not values.comes_from_gradient(n)]
     is_returned = any(user.op == "output" for node in made for user in node.users)
-    return _sentence(made, anchor.scores) if is_returned else None
+    return _what(made, anchor.scores) if is_returned else None
 
 
-def returned_as(forward: Forward, replaced: Iterable[Node]) -> str:
+def returned(forward: Forward, replaced: Iterable[Node]) -> str:
     """The same of scores that are known to be needed although `replaced` are no more."""
-    return _sentence(_made_of(forward.scores.matmul, replaced), forward.anchor.scores)
+    return _what(_made_of(forward.scores.matmul, replaced), forward.anchor.scores)
 
 
-def _sentence(made: list[Node], scores: Node) -> str:
+def _what(made: list[Node], scores: Node) -> str:
     is_summed = any(_is_log_of_sum(node, scores) for node in made)
-    what = "log-sum-exp of the scores is" if is_summed else "scores are"
-    return f"the {what} returned as well, accepted scores that only the softmax needs"
+    return "log-sum-exp of the scores is" if is_summed else "scores are"
 
 
 def _made_of(start: Node, stops: Iterable[Node]) -> list[Node]:
