@@ -13,7 +13,7 @@ from .patterns import attention, sdpa
 from .patterns.anchors import Softmax
 from .patterns.attention import Forward, arrangements
 from .patterns.axes import Unread
-from .patterns.escapes import escapes, returned_as
+from .patterns.escapes import escapes, returned
 from .patterns.given import Given, read_given
 from .patterns.gradients import read_backward, read_gradients
 from .patterns.naming import use
@@ -88,9 +88,11 @@ def _escaping_scores_named(found: Forward, values: ValueNumbers) -> Generator[No
     try:
         yield
     except Unread:
-        returned = escapes(found, values)
-        if returned is not None:
-            raise Unread(returned) from None
+        what = escapes(found, values)
+        if what is not None:
+            raise Unread(
+                f"the {what} returned as well, accepted scores that only the softmax needs"
+            ) from None
         raise
 
 
@@ -110,7 +112,8 @@ def _alone(found: Forward, values: ValueNumbers) -> None:
         )
     kept = rewrite.leftover(site, found.scores.matmul)
     if kept is not None and kept.op == "output":
-        raise Unread(returned_as(found.scores.matmul, rewrite.replaced(site)))
+        what = returned(found, rewrite.replaced(site))
+        raise Unread(f"the {what} returned as well, accepted scores that only the softmax needs")
     if kept is not None:
         raise Unread(
             f"the scores are {use(kept)} as well, accepted scores that only the softmax needs"

@@ -82,7 +82,7 @@ def near_misses(
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.device.type == "meta":
             continue  # nothing is computed there
-        way = way_to_matmul(node, values)
+        way = way_to_matmul(node, values, projections=False)
         if way is not None and comes_from_product(node):
             found.append(NearMiss(node, _why(node, way, values)))
     return found
@@ -133,10 +133,12 @@ def _is_elementwise(node: Node) -> bool:
     return torch.Tag.pointwise in tags or node.target in REARRANGES
 
 
-def way_to_matmul(start: Node, values: ValueNumbers, backward: bool = False) -> list[Node] | None:
+def way_to_matmul(
+    start: Node, values: ValueNumbers, backward: bool = False, projections: bool = True
+) -> list[Node] | None:
     """The ops between a node and a matmul that takes what became of it, of the forward unless the
     backward is asked for; None where there is none. Another softmax, or a gate that makes more
-    elements, ends the way."""
+    elements, ends the way. projections: whether a matmul with a parameter is such a matmul."""
     before: dict[Node, Node | None] = {start: None}
     todo = [start]
     for node in todo:
@@ -145,7 +147,7 @@ def way_to_matmul(start: Node, values: ValueNumbers, backward: bool = False) -> 
                 continue
             if not backward and values.comes_from_gradient(user):
                 continue
-            if user.target in MATMULS:
+            if user.target in MATMULS and (projections or _takes_values(user, node, values)):
                 return _path(node, before)
             if user.target in PICKS:
                 before[user] = node
@@ -158,6 +160,13 @@ def way_to_matmul(start: Node, values: ValueNumbers, backward: bool = False) -> 
                 before[user] = node
                 todo.append(user)
     return None
+
+
+def _takes_values(matmul: Node, weights: Node, values: ValueNumbers) -> bool:
+    """Whether a matmul is batched, or has another operand that a matmul made, as no parameter
+    is."""
+    others = [n for n in matmul.all_input_nodes if n is not weights]
+    return matmul.target in BATCHED or any(values.comes_from_matmul(n) for n in others)
 
 
 def _path(node: Node, before: dict[Node, Node | None]) -> list[Node]:

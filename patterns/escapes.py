@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from .attention import Forward
+from .operands import MOVES
 from .values import ValueNumbers
 
 aten = torch.ops.aten
@@ -18,58 +19,51 @@ Node = torch.fx.Node
 
 
 def escapes(forward: Forward, values: ValueNumbers) -> str | None:
-    """What else becomes of the scores, as a sentence, if an output of the forward is made of them
-    by a way that does not pass through the softmax."""
+    """What is returned beside the softmax, if an output of the forward is made of the scores by a
+    way that does not pass through it: "scores are" or what else of them is."""
     if not any(values.comes_from_gradient(n) for n in forward.anchor.weights.graph.nodes):
         return None  # a backward by hand: what it computes of the scores is no forward's output
     anchor = forward.anchor
     stops = {anchor.exponentials, anchor.total, anchor.weights}
-    for way in _ways_out(forward.scores.matmul, stops):
-        if not any(values.comes_from_gradient(node) for node in way):
-            return _sentence(way)
-    return None
+    made = [n for n in _made_of(forward.scores.matmul, stops) if not values.comes_from_gradient(n)]
+    is_returned = any(user.op == "output" for node in made for user in node.users)
+    return _what(made, anchor.scores) if is_returned else None
 
 
-def returned_as(scores: Node, replaced: Iterable[Node]) -> str:
+def returned(forward: Forward, replaced: Iterable[Node]) -> str:
     """The same of scores that are known to be needed although `replaced` are no more."""
-    return _sentence(next(_ways_out(scores, replaced), []))
+    return _what(_made_of(forward.scores.matmul, replaced), forward.anchor.scores)
 
 
-def _sentence(way: list[Node]) -> str:
-    what = "log-sum-exp of the scores is" if any(map(_is_log_of_sum, way)) else "scores are"
-    return f"the {what} returned as well, accepted scores that only the softmax needs"
+def _what(made: list[Node], scores: Node) -> str:
+    is_summed = any(_is_log_of_sum(node, scores) for node in made)
+    return "log-sum-exp of the scores is" if is_summed else "scores are"
 
 
-def _ways_out(start: Node, stops: Iterable[Node]) -> Iterable[list[Node]]:
-    """For every node that is made of `start` and returned, a way to it past none of `stops`."""
-    before: dict[Node, Node | None] = {start: None, **dict.fromkeys(stops)}
-    todo = [start]
+def _made_of(start: Node, stops: Iterable[Node]) -> list[Node]:
+    """The node and all that is made of it by ways past none of `stops`."""
+    todo, seen = [start], {start, *stops}
     for node in todo:
         for user in node.users:
-            if user.op == "output":
-                yield _back(node, before)
-            elif user not in before:
-                before[user] = node
+            if user.op != "output" and user not in seen:
+                seen.add(user)
                 todo.append(user)
+    return todo
 
 
-def _back(end: Node, before: dict[Node, Node | None]) -> list[Node]:
-    out: list[Node] = []
-    node: Node | None = end
-    while node is not None:
-        out.append(node)
-        node = before[node]
-    return out
+def _is_log_of_sum(node: Node, scores: Node) -> bool:
+    """log(sum(exp(scores - shift)))"""
+    found = node
+    for op in (aten.log.default, aten.sum.dim_IntList, aten.exp.default, aten.sub.Tensor):
+        found = _source(found)
+        if found.target is not op or not isinstance(found.args[0], Node):
+            return False
+        found = found.args[0]
+    return _source(found) is _source(scores)
 
 
-def _is_log_of_sum(node: Node) -> bool:
-    if node.target is not aten.log.default:
-        return False
-    summed = node.args[0]
-    while isinstance(summed, Node) and summed.target in (
-        aten.view.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-    ):
-        summed = summed.args[0]
-    return isinstance(summed, Node) and summed.target is aten.sum.dim_IntList
+def _source(node: Node) -> Node:
+    """The node behind rearrangements and casts."""
+    while node.target in (*MOVES, torch.ops.prims.convert_element_type.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

@@ -69,8 +69,7 @@ def rotated(
     straight = tuple(range(head_dim))
     orders = [f.order if f else straight for f in found]
     if orders[0] != orders[1]:
-        why = f"the lanes of q begin {_begin(orders[0])}, those of k {_begin(orders[1])}"
-        misses[f"{why}, accepted one order"] = [
+        misses[f"{_parting(*orders)}, accepted one order"] = [
             n for n, f in zip("qk", found, strict=True) if f and f.order != straight
         ]
         found = [f if f and f.order == straight else None for f in found]
@@ -88,8 +87,10 @@ def rotated(
     return Turned(views[0], views[1], turns, lanes, factor, sentences)  # type: ignore[arg-type]
 
 
-def _begin(order: tuple[int, ...]) -> str:
-    return ", ".join(map(str, order[:3]))
+def _parting(q: tuple[int, ...], k: tuple[int, ...]) -> str:
+    """Where two orders of lanes part."""
+    first = next(n for n, (a, b) in enumerate(zip(q, k, strict=True)) if a != b)
+    return f"lane {first} of q is lane {q[first]} before it turns, that of k lane {k[first]}"
 
 
 def _turning(turn: Rotation) -> str:

@@ -205,8 +205,8 @@ FAULTS = (
     Fault(
         "weights that are needed elsewhere are forgotten",
         REWRITE,
-        '        if reached.op == "output" or',
-        "        if False and",
+        "        if asserts.is_needed(reached):",
+        "        if False:",
         "tests/patterns/test_scores.py -k returned",
     ),
     Fault(

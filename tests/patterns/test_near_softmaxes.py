@@ -272,3 +272,32 @@ def test_what_has_no_exponentials_is_no_attention(name, train):
         return NO_SOFTMAX[name](q @ k.mT) @ v
 
     assert run(forward, *tensors(), train=train).fused == 0
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_an_exponential_gate_before_a_projection_is_no_attention(train):
+    """RecurrentGemma: gates made by one matrix a head, exponentiated, multiply what is projected;
+    it was reported as an attention that is left."""
+
+    def forward(x, gates, out):
+        gate = torch.exp(-8.0 * torch.sigmoid(torch.bmm(x, gates)))  # [H, L, D]
+        return (gate * x).permute(1, 0, 2).flatten(1) @ out
+
+    sizes = ((4, L, 8), (4, 8, 8), (32, 16))
+    generator = torch.Generator().manual_seed(5)
+    given = [torch.randn(s, generator=generator, requires_grad=True) for s in sizes]
+    assert run(forward, *given, train=train).sites == []
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_exponentials_that_take_values_without_a_batch_are_reported(train):
+    """One set of values for all heads, as a matmul of two dims takes them."""
+
+    def forward(q, k, x, wv):
+        return torch.exp(q @ k.mT * 0.1) @ (x @ wv)
+
+    sizes = ((2, 4, L, 8), (2, 4, L, 8), (L, 16), (16, 8))
+    generator = torch.Generator().manual_seed(5)
+    given = [torch.randn(s, generator=generator, requires_grad=True) for s in sizes]
+    (reason,) = run(forward, *given, train=train).reasons
+    assert "not divided by their sum" in reason

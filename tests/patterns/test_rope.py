@@ -81,7 +81,9 @@ def test_lanes_reordered_in_one_operand_only_stay_outside(rotated):
     module = Attention(
         rotation=interleaved_in_halves_out, rotate_q=rotated == "q", rotate_k=rotated == "k"
     )
-    fuses(module, *inputs())
+    (site,) = fuses(module, *inputs()).sites
+    lanes = ("lane 2", "lane 1") if rotated == "q" else ("lane 1", "lane 2")
+    assert f"lane 1 of q is {lanes[0]} before it turns, that of k {lanes[1]}" in site.notes[0]
 
 
 def test_q_and_k_may_turn_different_lanes():
