@@ -1,12 +1,15 @@
 """Gradients: all of them, the part of them that exists, and those that more than one path makes."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from fused import BACKWARD, fuses, leaves, never_wrong, run
+from fused import BACKWARD, Seen, backend, fuses, leaves, never_wrong, results, run
 from spellings import Attention, half, inputs, repeat_kv, softmax_fp32
 from torch import nn
 
+import inductor_gqa
 from inductor_gqa.ops import NAMES
 
 pytestmark = pytest.mark.usefixtures("without_dynamo")
@@ -347,3 +350,30 @@ def test_real_code_is_generated_and_right():
 
 def test_the_op_has_its_arguments_in_a_known_order():
     assert NAMES[:3] == ["q", "k", "v"]
+
+
+def by_hand(s):
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def test_two_keys_have_gradients_as_exact_as_those_of_a_softmax_by_hand():
+    """Weights near one lost digits that autograd keeps there: the error was over twice eager's in
+    every sixth draw, and is in few by chance.
+    """
+    module = Attention(
+        H=3, K=1, value_dim=4, rotation=None, scores=lambda s: 2 * s, softmax=by_hand
+    )
+    wide = copy.deepcopy(module).double()
+    worse, draws = 0, 100
+    with inductor_gqa.enabled(always=True), backend(seen := Seen(), codegen=False) as chosen:
+        compiled = torch.compile(module, backend=chosen, fullgraph=True)
+        for seed in range(draws):
+            (x,) = inputs(2, 2, seed=seed, grad=False)
+            truth = results(wide, wide, (x.double(),), True)
+            ours, eager = (results(f, module, (x,), True) for f in (compiled, module))
+            name = "gradient of wq"
+            errors = [(found[name] - truth[name]).abs().max() for found in (ours, eager)]
+            worse += bool(errors[0] > 2 * errors[1])
+    assert seen.fused == 1
+    assert worse < draws / 12
