@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import without_dynamo
 from torch import nn
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
@@ -34,7 +35,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import inductor_gqa
-import without_dynamo
 from inductor_gqa import report
 
 FORWARD = "inductor_gqa.attention.default"
