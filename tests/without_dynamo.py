@@ -2,7 +2,8 @@
 
 Reading bytecode and making guards is a third of a check, and most tests are about the graph that
 comes after: the same either way, which `patterns/test_without_dynamo.py` holds. What Dynamo is
-needed for stays with it: sizes that change, graph breaks, functions that close over tensors.
+needed for stays with it: sizes that change, graph breaks, functions that close over tensors, and
+the line of the user's source that a record names.
 """
 
 from __future__ import annotations
