@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bench" / "generate.py"
+WITHOUT_CPP = ROOT / "tests" / "without_cpp.py"
 TINY = ["--tiny", "--device", "cpu", "--rounds", "1", "--steps", "1"]
 TIMED = ["--layers", "1", "--new", "4"]  # what is checked has two layers
 
@@ -18,7 +19,7 @@ pytest.importorskip("transformers")
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *options]
+    command = [sys.executable, str(WITHOUT_CPP), str(SCRIPT), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

@@ -14,6 +14,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bench" / "train_step.py"
+WITHOUT_CPP = ROOT / "tests" / "without_cpp.py"
 NAMES = ["eager", "plain", "fused", "sdpa"]
 TINY = ["--tiny", "--device", "cpu", "--rounds", "1", "--steps", "1"]
 TIMED = ["--layers", "1", "--length", "16"]  # what is checked has two layers and an odd length
@@ -22,7 +23,7 @@ pytest.importorskip("transformers")
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *options]
+    command = [sys.executable, str(WITHOUT_CPP), str(SCRIPT), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

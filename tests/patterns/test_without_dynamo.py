@@ -8,9 +8,14 @@ import torch.nn.functional as F
 from fused import run
 from spellings import GROUPINGS, Attention, half, inputs, interleaved, partial
 from torch import nn
+from without_dynamo import chosen
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-pytestmark = pytest.mark.usefixtures("without_dynamo")
+
+@pytest.fixture(autouse=True)
+def _directly():
+    with chosen():
+        yield
 
 
 def causal(_, s):
