@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from fused import run
 from spellings import GROUPINGS, Attention, half, inputs, interleaved, partial
 from torch import nn
-from without_dynamo import chosen
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from without_dynamo import chosen
 
 
 @pytest.fixture(autouse=True)
