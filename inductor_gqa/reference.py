@@ -181,7 +181,7 @@ def attention_backward(
     dp = torch.einsum("blkre,bske->bkrls", g, v.to(wide))
     if a["keep"] is not None:
         dp = dp * a["keep"] * a["keep_scale"]
-    if a["sink"] is None:
+    if a["sink"] is None and p.shape[-1]:
         # The weights of a row sum to one, so that what its gradients have in common is no part of
         # it. Seen from the largest weight's, nothing large cancels where that is nearly one.
         dp = dp - dp.gather(-1, p.argmax(-1, keepdim=True))

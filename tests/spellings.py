@@ -326,6 +326,11 @@ def softmax_fp32(s: Tensor) -> Tensor:
     return F.softmax(s, dim=-1, dtype=torch.float32).to(s.dtype)
 
 
+def softmax_by_hand(s: Tensor) -> Tensor:
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
 class Attention(nn.Module):
     """Projections, rotation, scores, mask, softmax, values; every part is a function that a test
     may replace.

@@ -18,7 +18,7 @@ from inductor_gqa.kernels.plan import (
     named_strides,
     score_arguments,
 )
-from inductor_gqa.kernels.weights_forward_kernel import weights_forward_kernel
+from inductor_gqa.kernels.weights_forward_kernel import LANES_OF_A_SUM, weights_forward_kernel
 from inductor_gqa.kernels.weights_prepare import plan_preparation
 
 
@@ -89,7 +89,8 @@ def plan_weights_forward(
     sources |= {"k_src": names["k"], "v_src": names["v"]}
     boxes: dict[str, Descriptor] = {}
     if use_descriptors and _is_describable(k) and D & (D - 1) == 0:
-        width = D // 2 if attention.dot_precision == "ieee" and D > 64 else D
+        in_halves = attention.dot_precision == "ieee" and LANES_OF_A_SUM.value < D
+        width = D // 2 if in_halves else D
         boxes["k_src"] = Descriptor(names["k"], k.shape, k.strides, (1, tiles.BN, 1, width))
     if use_descriptors and _is_describable(v) and E & (E - 1) == 0:
         block = (1, 1, E, tiles.BN) if is_turned else (1, tiles.BN, 1, E)

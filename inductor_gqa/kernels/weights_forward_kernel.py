@@ -26,6 +26,10 @@ from inductor_gqa.kernels.tiles import (
 )
 from inductor_gqa.kernels.weights_tiles import weights_tile
 
+# Lanes that one "ieee" sum takes; wider heads are summed in halves. Tensor cores truncate as they
+# add, and one sum over 128 lanes was off by more than twice eager's error where few scores tell.
+LANES_OF_A_SUM = tl.constexpr(64)
+
 
 @triton.jit
 def score_tile(
@@ -33,10 +37,9 @@ def score_tile(
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RULES: tl.constexpr, EDGE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one tile. In tf32, q and k hold rounded values already. In "ieee", more than 64
-    lanes are two sums, with q in halves: tensor cores truncate as they add, and one sum over 128
-    lanes was off by more than twice eager's error where few scores tell."""
-    if PRECISION == "ieee" and DP > 64:
+    """Scores of one tile. In tf32, q and k hold rounded values already; in "ieee", q of many lanes
+    comes in halves."""
+    if PRECISION == "ieee" and DP > LANES_OF_A_SUM:
         HALF: tl.constexpr = DP // 2
         k1 = stream_tile(
             k_src, b, n0, head, stride_k_s, stride_k_d, numbers[1], BN, 0, HALF, D, EDGE, TMA
@@ -207,7 +210,7 @@ def weights_forward_kernel(
     rows = row0 + tl.arange(0, BM)
 
     q_ptr += head_offset(b, k, r, stride_q_b, stride_q_k, stride_q_r)
-    if PRECISION == "ieee" and DP > 64:
+    if PRECISION == "ieee" and DP > LANES_OF_A_SUM:
         q = (
             load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, 0, DP // 2, D),
             load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, DP // 2, DP // 2, D),

@@ -66,6 +66,13 @@ def test_a_broadcast_mask_stays_broadcast():
     assert seen.argument("bias").meta["val"].numel() == 11 * 11
 
 
+def plain_arguments():
+    """What the op takes behind q, k and v."""
+    given = dict.fromkeys(ops.NAMES) | {"scale": 0.3, "softcap": 0.0, "fill_adds": False}
+    given |= {"rope_start": 0, "rope_interleaved": False, "keep_scale": 1.0, "precision": "ieee"}
+    return [given[name] for name in ops.NAMES[3:]]
+
+
 @pytest.mark.parametrize(
     "order", [(0, 1, 2, 3, 4), (0, 2, 3, 1, 4), (3, 2, 1, 0, 4), (0, 1, 4, 2, 3)]
 )
@@ -78,15 +85,22 @@ def test_the_op_promises_the_strides_that_it_returns(order, dtype):
     q = torch.randn([shape[d] for d in order]).permute(back).to(dtype)
     k = torch.randn(2, 2, 8, 11).permute(0, 3, 1, 2).to(dtype)
     v = torch.randn(11, 2, 2, 24)[..., ::3].transpose(0, 1).to(dtype)
-    given = dict.fromkeys(ops.NAMES) | {"scale": 0.3, "softcap": 0.0, "fill_adds": False}
-    given |= {"rope_start": 0, "rope_interleaved": False, "keep_scale": 1.0, "precision": "ieee"}
-    args = [q, k, v, *(given[name] for name in ops.NAMES[3:])]
+    args = [q, k, v, *plain_arguments()]
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.attention, args, test_utils=tests)
     torch.library.opcheck(ops.attention_weights, [*args, torch.float32], test_utils=tests)
     out, lse = ops.attention(*args)
     more = [torch.randn_like(out), out, lse, True, True, True]
     torch.library.opcheck(ops.attention_backward, [*more, *args], test_utils=tests)
+
+
+def test_no_keys_have_empty_gradients_and_q_has_zeros():
+    q, k, v = torch.randn(2, 3, 2, 2, 8), torch.randn(2, 0, 2, 8), torch.randn(2, 0, 2, 8)
+    out, lse = ops.attention(q, k, v, *plain_arguments())
+    more = [torch.randn_like(out), out, lse, True, True, True]
+    dq, dk, dv = ops.attention_backward(*more, q, k, v, *plain_arguments())
+    assert torch.equal(dq, torch.zeros_like(q))
+    assert (dk.shape, dv.shape) == (k.shape, v.shape)
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])

@@ -4,9 +4,17 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fused import run
-from spellings import GROUPINGS, Attention, half, inputs, interleaved, partial
+from spellings import (
+    GROUPINGS,
+    Attention,
+    half,
+    inputs,
+    interleaved,
+    partial,
+    softmax_by_hand,
+    softmax_fp32,
+)
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from without_dynamo import chosen
@@ -25,15 +33,6 @@ def causal(_, s):
 
 def capped(s):
     return 5.0 * torch.tanh(s * 0.3 / 5.0)
-
-
-def in_fp32(s):
-    return F.softmax(s, dim=-1, dtype=torch.float32).to(s.dtype)
-
-
-def by_hand(s):
-    e = (s - s.amax(-1, keepdim=True)).exp()
-    return e / e.sum(-1, keepdim=True)
 
 
 class Both(nn.Module):
@@ -69,8 +68,8 @@ SPELLINGS = {
     "no rotation": lambda: Attention(rotation=None),
     "causal": lambda: Attention(mask=causal),
     "capped": lambda: Attention(scores=capped),
-    "softmax in fp32": lambda: Attention(softmax=in_fp32, dtype=torch.bfloat16),
-    "softmax by hand": lambda: Attention(softmax=by_hand),
+    "softmax in fp32": lambda: Attention(softmax=softmax_fp32, dtype=torch.bfloat16),
+    "softmax by hand": lambda: Attention(softmax=softmax_by_hand),
     "permute": lambda: Attention(layout="permute"),
     "unflatten": lambda: Attention(layout="unflatten"),
     "left": lambda: Attention(scores=torch.sin),
