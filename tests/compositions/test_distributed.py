@@ -1,16 +1,10 @@
 """DDP, FSDP2 and tensor parallel on two ranks: each rank's graph holds local tensors, which fuse as
 they do alone."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from ranks import two_ranks
 
-HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch is built without distributed"
 )
@@ -28,23 +22,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    paths = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    script = str(HERE / "two_ranks.py")
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", script, str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return two_ranks("two_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", EXPECTED)

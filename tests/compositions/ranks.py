@@ -1,0 +1,29 @@
+"""Runs a script once for each of two ranks and collects what they wrote."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+def two_ranks(script: str, folder: Path, timeout: float = 300) -> list[dict[str, Any]]:
+    """The JSON of both ranks. The script takes a rank and the folder that both write to."""
+    paths = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(HERE / script), str(rank), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=timeout)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -1,0 +1,31 @@
+"""FSDP2 and tensor parallel train as stock does, with real kernels: on two GPUs where there are
+two, else both ranks on one."""
+
+import pytest
+import torch
+from ranks import two_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.distributed.is_available(), reason="torch is built without distributed"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    pytest.importorskip("transformers")
+    return two_ranks("train_on_gpus.py", tmp_path_factory.mktemp("ranks"), timeout=540)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["fsdp2", "tensor parallel"])
+def test_twenty_steps(ranks, form, dtype):
+    for found in (rank[f"{form}, {dtype}"] for rank in ranks):
+        assert "error" not in found, found["error"]
+        assert found["left"] == []
+        assert found["fused"] == found["backward"] == 2
+        assert found["wrong"] == []
+        first, last = found["losses"]
+        assert last < first - 0.01  # it has learned
