@@ -52,7 +52,7 @@ class Switches:
     """Choices that change speed, not results. None leaves it to the measured default.
 
     `has_pingpong`: a token decides which group may issue products. `is_persistent`: one program per
-    multiprocessor walks over the tiles. `rotates_q`: q is turned by the groups, not by a launch.
+    multiprocessor walks over the tiles. `rotates_q`: q is turned by the kernel, not by a launch.
     """
 
     has_pingpong: bool | None = None
@@ -110,7 +110,7 @@ def why_not_copied(name: str, x: Operand) -> str | None:
 
 
 def _turns_q_inside(attention: Attention, switches: Switches) -> bool:
-    """The groups know the half layout over all lanes, and tables that lie alike. D = 256 spills."""
+    """The kernel knows the half layout over all lanes, and tables that lie alike. D = 256 spills."""
     D = attention.sizes[5]
     q, cos, sin = (attention.tensors.get(name) for name in ("q", "cos_q", "sin_q"))
     return (
@@ -185,7 +185,7 @@ def plan_forward_sm90(
         "ROPE": turns_q,
         # D = 64 gains 4 to 8 % from the token, D = 128 nothing (H200).
         "PINGPONG": D == 64 if switches.has_pingpong is None else switches.has_pingpong,
-        "SHARED_O": D == 256,
+        "Q_SLOTS": 1 if D == 256 else 2,
     }
     pointers = {
         "lse_ptr": "lse",

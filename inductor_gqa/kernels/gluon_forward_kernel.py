@@ -1,9 +1,11 @@
-"""The forward kernel for sm_90: one warp copies, two groups of four warps multiply.
+"""The forward kernel for sm_90: one warp copies, two groups of four warps multiply, and where q is
+rotated four more turn it, a tile ahead.
 
 O = softmax(scale Q K^T) V and LSE_BKRL in base 2. A program owns 2 x 64 query rows of one head at
 a time and walks over such tiles. Each group keeps scores, probabilities and accumulator of its 64
-rows in registers, and has the next scores multiplied before it turns these into probabilities.
-Rules it knows: a band of keys, a key mask, rotation of q. Structure after FlashAttention-3.
+rows in registers, and has the next scores multiplied before it turns these into probabilities; a
+finished tile leaves under the first product of the next. Rules it knows: a band of keys, a key
+mask, rotation of q. Structure after FlashAttention-3.
 """
 
 import triton.language as tl
@@ -86,61 +88,75 @@ def next_tile(
 
 
 @jit
+def leave(
+    acc, m, total, i, o_smem, o_desc, lse_ptr, sizes,
+    W: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """A group's rows of the i-th tile to where they belong."""
+    _, B, L, _, _, _ = sizes
+    b, hk, r, tile_row = tile_at(i, L, B, K, R, 2 * BM)
+    row0 = tile_row + W * BM
+    # A row without a visible key is 0 / 0 here and has LSE = -inf.
+    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None]
+    rows = row0 + gl.arange(0, BM, layout=m.type.layout)
+    lse_rows = lse_ptr + ((b * K + hk) * R + r).to(gl.int64) * L + rows
+    gl.store(lse_rows, m + gl.log2(total), mask=rows < L)
+    # The staging buffer is free once the copy of the tile before has read it.
+    tma.store_wait(pendings=0)
+    group_barrier()
+    o_smem.reshape([BM, D]).store(acc.to(o_smem.dtype))
+    fence_async_shared()
+    group_barrier()
+    tma_store(o_desc, [b, row0, hk, r, 0], o_smem)
+
+
+@jit
 def consumer(
-    W: tl.constexpr, q_smem, k_smem, v_smem, o_smem, q_bars, k_bars, v_bars, token,
-    o_desc, lse_ptr, q_rows, tables, key_mask, sizes, unit,
+    W: tl.constexpr, given,
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
-    MASK_FIRST: tl.constexpr, ROPE: tl.constexpr, PINGPONG: tl.constexpr, SHARED_O: tl.constexpr,
+    MASK_FIRST: tl.constexpr, PINGPONG: tl.constexpr, Q_SLOTS: tl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    # With one buffer for Q there is none for O either, which then takes its place.
+    SHARED_O: gl.constexpr = Q_SLOTS == 1
+    q_smem, k_smem, v_smem, o_smem, q_bars, k_bars, v_bars, token, o_desc, lse_ptr, key_mask, \
+        sizes, unit = given  # fmt: skip
     n_tiles, B, L, S, band_lo, band_hi = sizes
     q_full, q_empty = q_bars
     k_full, k_empty = k_bars
     v_full, v_empty = v_bars
-    q = q_smem.index(W).reshape([BM, D])
-    o = o_smem.index(W).reshape([BM, D])
     no_scores = gl.zeros([BM, BN], gl.float32, layout=S_LAYOUT)
     seen = 0  # key tiles so far, over all query tiles: names slot and phase
-    for i in range(my_tiles(n_tiles)):
-        b, hk, r, tile_row = tile_at(i, L, B, K, R, 2 * BM)
+    # Of the tile before, which has not left yet.
+    acc = gl.zeros([BM, D], gl.float32, layout=O_LAYOUT)
+    m = gl.full([BM], -float("inf"), gl.float32, layout=ROWS)
+    total = gl.full([BM], 0.0, gl.float32, layout=ROWS)
+    count = my_tiles(n_tiles)
+    for i in range(count):
+        b, _, _, tile_row = tile_at(i, L, B, K, R, 2 * BM)
         end, n = keys_of(tile_row, L, S, band_lo, band_hi, 2 * BM, BN, HAS_LO, HAS_HI)
-        row0 = tile_row + W * BM
-        open_first, open_stop = open_tiles(
-            end, n, row0, L, S, band_lo, band_hi, BM, BN, HAS_LO, HAS_HI
-        )
-        rows = row0 + gl.arange(0, BM, layout=ROWS)
-        m = gl.full([BM], -float("inf"), gl.float32, layout=ROWS)
-        total = gl.full([BM], 0.0, gl.float32, layout=ROWS)
-
-        if ROPE:
-            q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d = q_rows
-            cos_ptr, sin_ptr, stride_table_b, stride_table_l, stride_table_w = tables
-            batch = b.to(gl.int64)
-            position = row0.to(gl.int64)
-            table = batch * stride_table_b + position * stride_table_l
-            # To shared memory: as a register operand Q would be loaded again for every product.
-            if SHARED_O:
-                tma.store_wait(pendings=0)
-            group_barrier()
-            store_rotated(
-                q,
-                q_ptr + (batch * stride_q_b + position * stride_q_l
-                         + hk.to(gl.int64) * stride_q_k + r.to(gl.int64) * stride_q_r),
-                cos_ptr + table, sin_ptr + table,
-                stride_q_l, stride_q_d, stride_table_l, stride_table_w, L - row0, BM, D,
-            )  # fmt: skip
-            fence_async_shared()
-            group_barrier()
-        else:
-            mbarrier.wait(q_full.index(W), i & 1)
+        q_slot = i % Q_SLOTS * 2 + W
+        mbarrier.wait(q_full.index(q_slot), (i // Q_SLOTS) & 1)
+        q = q_smem.index(q_slot).reshape([BM, D])
         slot = seen % SLOTS
         mbarrier.wait(k_full.index(slot), (seen // SLOTS) & 1)
         k = k_smem.index(slot).reshape([BN, D]).permute((1, 0))
         s = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+        if not SHARED_O:  # noqa: SIM102
+            if i > 0:
+                leave(
+                    acc, m, total, i - 1, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D
+                )  # fmt: skip
+        row0 = tile_row + W * BM
+        open_first, open_stop = open_tiles(
+            end, n, row0, L, S, band_lo, band_hi, BM, BN, HAS_LO, HAS_HI
+        )
+        m = gl.full([BM], -float("inf"), gl.float32, layout=ROWS)
+        total = gl.full([BM], 0.0, gl.float32, layout=ROWS)
         words = 0
         if KEY_MASK:
             words = packed_key_mask(key_mask, b, end - BN, S, BN)
@@ -182,37 +198,62 @@ def consumer(
                     )  # fmt: skip
 
         seen += n
-        if not (ROPE or SHARED_O):
-            hand_back(q_empty.index(W))
+        if not SHARED_O:
+            hand_back(q_empty.index(q_slot))
         last = (seen - 1) % SLOTS
         mbarrier.wait(v_full.index(last), ((seen - 1) // SLOTS) & 1)
         acc = warpgroup_mma(p, v_smem.index(last).reshape([BN, D]), acc, is_async=True)
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
         hand_back(v_empty.index(last))
-
-        # A row without a visible key is 0 / 0 here and has LSE = -inf.
-        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        lse_rows = lse_ptr + ((b * K + hk) * R + r).to(gl.int64) * L + rows
-        gl.store(lse_rows, m + gl.log2(total), mask=rows < L)
-        # The staging buffer is free once the copy of the tile before has read it.
-        tma.store_wait(pendings=0)
-        group_barrier()
-        o.store(acc.to(o_smem.dtype))
-        fence_async_shared()
-        group_barrier()
-        tma_store(o_desc, [b, row0, hk, r, 0], o_smem.index(W))
-        if SHARED_O and not ROPE:
+        if SHARED_O:
+            leave(acc, m, total, i, q_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D)
             tma.store_wait(pendings=0)
             hand_back(q_empty.index(W))
+    if not SHARED_O:  # noqa: SIM102
+        if count > 0:
+            leave(acc, m, total, count - 1, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D)
     tma.store_wait(pendings=0)
 
 
 @jit
-def producer(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, sizes,
-    K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
-    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, ROPE: tl.constexpr,
+def turner(
+    given, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, Q_SLOTS: tl.constexpr
 ):  # fmt: skip
+    """Queries of both groups, turned: as a register operand Q would be loaded again for every
+    product."""
+    q_smem, q_bars, q_rows, tables, sizes = given
+    n_tiles, B, L, _, _, _ = sizes
+    q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d = q_rows
+    cos_ptr, sin_ptr, stride_table_b, stride_table_l, stride_table_w = tables
+    q_full, q_empty = q_bars
+    for n in range(2 * my_tiles(n_tiles)):
+        i = n // 2
+        w = n % 2
+        b, hk, r, tile_row = tile_at(i, L, B, K, R, 2 * BM)
+        row0 = tile_row + w * BM
+        batch = b.to(gl.int64)
+        position = row0.to(gl.int64)
+        table = batch * stride_table_b + position * stride_table_l
+        slot = i % Q_SLOTS * 2 + w
+        # A fresh barrier counts as having completed its odd phase: round one never waits.
+        mbarrier.wait(q_empty.index(slot), ((i // Q_SLOTS) & 1) ^ 1)
+        store_rotated(
+            q_smem.index(slot).reshape([BM, D]),
+            q_ptr + (batch * stride_q_b + position * stride_q_l
+                     + hk.to(gl.int64) * stride_q_k + r.to(gl.int64) * stride_q_r),
+            cos_ptr + table, sin_ptr + table,
+            stride_q_l, stride_q_d, stride_table_l, stride_table_w, L - row0, BM, D, 2048 // D,
+        )  # fmt: skip
+        fence_async_shared()
+        hand_back(q_full.index(slot))
+
+
+@jit
+def producer(
+    given, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, ROPE: tl.constexpr, Q_SLOTS: tl.constexpr,
+):  # fmt: skip
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, sizes = given
     n_tiles, B, L, S, band_lo, band_hi = sizes
     q_full, q_empty = q_bars
     k_full, k_empty = k_bars
@@ -223,10 +264,11 @@ def producer(
         end, n = keys_of(row0, L, S, band_lo, band_hi, 2 * BM, BN, HAS_LO, HAS_HI)
         if not ROPE:
             for w in gl.static_range(2):
-                # A fresh barrier counts as having completed its odd phase: round one never waits.
-                mbarrier.wait(q_empty.index(w), (i & 1) ^ 1)
-                mbarrier.expect(q_full.index(w), 2 * BM * D)
-                tma_load(q_desc, [b, row0 + w * BM, hk, r, 0], q_full.index(w), q_smem.index(w))
+                q_slot = i % Q_SLOTS * 2 + w
+                mbarrier.wait(q_empty.index(q_slot), ((i // Q_SLOTS) & 1) ^ 1)
+                bar = q_full.index(q_slot)
+                mbarrier.expect(bar, 2 * BM * D)
+                tma_load(q_desc, [b, row0 + w * BM, hk, r, 0], bar, q_smem.index(q_slot))
         for t in range(n):
             slot = (seen + t) % SLOTS
             free = (((seen + t) // SLOTS) & 1) ^ 1
@@ -248,17 +290,17 @@ def forward_sm90_kernel(
     stride_key_mask_b, stride_key_mask_s, n_tiles, B, L, S, band_lo, band_hi, unit,
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
-    MASK_FIRST: tl.constexpr, ROPE: tl.constexpr, PINGPONG: tl.constexpr, SHARED_O: tl.constexpr,
+    MASK_FIRST: tl.constexpr, ROPE: tl.constexpr, PINGPONG: tl.constexpr, Q_SLOTS: tl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = k_desc.dtype
-    q_smem = gl.allocate_shared_memory(DTYPE, [2, 1, BM, 1, 1, D], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * 2, 1, BM, 1, 1, D], q_desc.layout)
     o_smem = q_smem
-    if not SHARED_O:
+    if Q_SLOTS > 1:
         o_smem = gl.allocate_shared_memory(DTYPE, [2, 1, BM, 1, 1, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BN, 1, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BN, 1, D], v_desc.layout)
     # Full is announced by the copy engine, empty by the groups that read: both of them for K and V.
-    q_bars = (barriers(2, 1), barriers(2, 1))
+    q_bars = (barriers(Q_SLOTS * 2, 1), barriers(Q_SLOTS * 2, 1))
     k_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     v_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     token = barriers(2, 1)
@@ -269,17 +311,26 @@ def forward_sm90_kernel(
     q_rows = (q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d)
     tables = (cos_ptr, sin_ptr, stride_table_b, stride_table_l, stride_table_w)
     key_mask = (key_mask_ptr, stride_key_mask_b, stride_key_mask_s)
-    # The first group runs in the kernel's own warps. Copies need few registers; what the producer
-    # gives up lifts both groups to 240.
-    gl.warp_specialize([
-        (consumer, (0, q_smem, k_smem, v_smem, o_smem, q_bars, k_bars, v_bars, token,
-                    o_desc, lse_ptr, q_rows, tables, key_mask, sizes, unit,
-                    K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                    MASK_FIRST, ROPE, PINGPONG, SHARED_O)),
-        (consumer, (1, q_smem, k_smem, v_smem, o_smem, q_bars, k_bars, v_bars, token,
-                    o_desc, lse_ptr, q_rows, tables, key_mask, sizes, unit,
-                    K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                    MASK_FIRST, ROPE, PINGPONG, SHARED_O)),
-        (producer, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, sizes,
-                    K, R, D, BN, SLOTS, HAS_LO, HAS_HI, ROPE)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    given = (q_smem, k_smem, v_smem, o_smem, q_bars, k_bars, v_bars, token, o_desc, lse_ptr,
+             key_mask, sizes, unit)  # fmt: skip
+    copied = (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, sizes)
+    turned = (q_smem, q_bars, q_rows, tables, sizes)
+    # What an argument divides by is known in the kernel's own warps only: those turn, which needs
+    # wide loads. Copies need few registers; both groups have 240, or 208 beside the turner.
+    if ROPE:
+        gl.warp_specialize([
+            (turner, (turned, K, R, D, Q_SLOTS)),
+            (consumer, (0, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
+                        MASK_FIRST, PINGPONG, Q_SLOTS)),
+            (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
+                        MASK_FIRST, PINGPONG, Q_SLOTS)),
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, ROPE, Q_SLOTS)),
+        ], [4, 4, 1], [208, 208, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (0, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
+                        MASK_FIRST, PINGPONG, Q_SLOTS)),
+            (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
+                        MASK_FIRST, PINGPONG, Q_SLOTS)),
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, ROPE, Q_SLOTS)),
+        ], [4, 1], [240, 24])  # fmt: skip

@@ -188,26 +188,27 @@ def softmax_step(s, m, total, unit, MASKED: tl.constexpr):
 @jit
 def store_rotated(
     q, q_ptr, cos_ptr, sin_ptr, stride_q_l, stride_q_d, stride_table_l, stride_table_w, n_rows,
-    BM: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """BM rows of Q into shared memory, turned in fp32 (half layout, all D lanes), rounded once.
 
-    Each thread loads both partners of a pair, so no value crosses threads. Some rows at a time:
-    sixteen pairs a thread fit beside what else is alive. Offsets within the tile fit 32 bits.
+    Each thread loads both partners of a pair, so no value crosses threads. ROWS at a time, which
+    takes D * ROWS / 256 pairs a thread. Offsets within the tile fit 32 bits.
     """
-    ROWS: gl.constexpr = 4096 // D
     LANES: gl.constexpr = D // 16
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     half_q = stride_q_d * (D // 2)
     half_table = stride_table_w * (D // 2)
     for first in gl.static_range(0, BM, ROWS):
-        i = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOAD))[:, None]
+        i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOAD))[:, None]
         t = gl.arange(0, D // 2, layout=gl.SliceLayout(0, LOAD))[None, :]
-        inside = (i < n_rows) & (t >= 0)
-        # Rows first: sums of row and lane would be hoisted out of the loop over tiles, and spill.
-        at_q = (q_ptr + i * stride_q_l) + t * stride_q_d
-        at_cos = (cos_ptr + i * stride_table_l) + t * stride_table_w
-        at_sin = (sin_ptr + i * stride_table_l) + t * stride_table_w
+        inside = (i < n_rows - first) & (t >= 0)
+        # Rows first: sums of row and lane would be hoisted out of the loop over tiles, and spill;
+        # so would rows of their own for every part.
+        table = first * stride_table_l
+        at_q = ((q_ptr + first * stride_q_l) + i * stride_q_l) + t * stride_q_d
+        at_cos = ((cos_ptr + table) + i * stride_table_l) + t * stride_table_w
+        at_sin = ((sin_ptr + table) + i * stride_table_l) + t * stride_table_w
         x1 = gl.load(at_q, mask=inside, other=0.0)
         x2 = gl.load(at_q + half_q, mask=inside, other=0.0)
         cos = gl.load(at_cos, mask=inside, other=0.0).to(gl.float32)
@@ -218,3 +219,4 @@ def store_rotated(
         y2 = (x2.to(gl.float32) * cos + x1.to(gl.float32) * sin).to(q.dtype)
         y = gl.join(y1, y2).permute((0, 2, 1)).reshape([ROWS, D])
         q.slice(first, ROWS).store(y)
+        group_barrier()  # keeps the loads of the next rows, for which there are no registers, below
