@@ -89,8 +89,7 @@ def usable(attention: Attention, switches: Switches = Switches()) -> str | None:
         return f"largest length or band is {far}, accepted below 2**30"
     scratch = plan_rotation(_without_inner_rotation(attention, switches))[0]
     for name in ("q", "k", "v"):
-        is_read_in_place = name == "q" and _turns_q_inside(attention, switches)
-        if f"{name}_rotated" not in scratch and not is_read_in_place:
+        if f"{name}_rotated" not in scratch:
             reason = why_not_copied(name, tensors[name])
             if reason is not None:
                 return reason
@@ -110,7 +109,7 @@ def why_not_copied(name: str, x: Operand) -> str | None:
 
 
 def _turns_q_inside(attention: Attention, switches: Switches) -> bool:
-    """The kernel knows the half layout over all lanes, and tables that lie alike. D = 256 spills."""
+    """The kernel knows the half layout over all lanes, tables that lie alike, and D up to 128."""
     D = attention.sizes[5]
     q, cos, sin = (attention.tensors.get(name) for name in ("q", "cos_q", "sin_q"))
     return (
@@ -119,7 +118,8 @@ def _turns_q_inside(attention: Attention, switches: Switches) -> bool:
         and cos is not None
         and cos.shape[-1] == D
         and cos.strides == sin.strides
-        and max(q.strides[1], cos.strides[1]) * TILE_ROWS < LARGEST
+        and cos.strides[1] * TILE_ROWS < LARGEST
+        and why_not_copied("q", q) is None
         and attention.rope_start == 0
         and not attention.rope_interleaved
     )
@@ -160,8 +160,7 @@ def plan_forward_sm90(
     band_hi = attention.band_hi or 0
     has_key_mask = "key_mask" in tensors
     n_tiles = -(-L // TILE_ROWS) * B * K * R
-    scalars: dict[str, Any] = named_strides("q", q, "blkrd")
-    scalars |= named_strides("table", tensors["cos_q"] if turns_q else None, "blw")
+    scalars: dict[str, Any] = named_strides("table", tensors["cos_q"] if turns_q else None, "blw")
     scalars |= named_strides("key_mask", tensors.get("key_mask"), "bs")
     scalars |= {
         "n_tiles": n_tiles,
@@ -189,7 +188,6 @@ def plan_forward_sm90(
     }
     pointers = {
         "lse_ptr": "lse",
-        "q_ptr": names["q"],
         "cos_ptr": "cos_q" if turns_q else names["q"],
         "sin_ptr": "sin_q" if turns_q else names["q"],
         "key_mask_ptr": "key_mask" if has_key_mask else names["q"],
@@ -200,8 +198,6 @@ def plan_forward_sm90(
         "v_desc": box("v", v, BN),
         "o_desc": box("out", outputs["out"], BM.value),
     }
-    if turns_q:  # not copied: the parameter only names the buffer's layout
-        boxes["q_desc"] = boxes["o_desc"]
     grid = min(n_tiles, multiprocessors) if switches.is_persistent else n_tiles
     launches += (Launch(forward_sm90_kernel, (grid,), pointers, scalars, 4, 1, boxes, True),)
     if attention.rules & rules.EMPTY_ROWS.value:

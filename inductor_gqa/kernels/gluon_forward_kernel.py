@@ -25,11 +25,11 @@ from inductor_gqa.kernels.gluon_tiles import (
     open_tiles,
     packed_key_mask,
     softmax_step,
-    store_rotated,
     tile_at,
     tma,
     tma_load,
     tma_store,
+    turn_rows,
 )
 
 if WHY_NOT is None:
@@ -219,73 +219,99 @@ def consumer(
 def turner(
     given, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, Q_SLOTS: tl.constexpr
 ):  # fmt: skip
-    """Queries of both groups, turned: as a register operand Q would be loaded again for every
-    product."""
-    q_smem, q_bars, q_rows, tables, sizes = given
+    """Turns the queries of both groups between their copy and their first product: as a register
+    operand Q would be loaded again for every product."""
+    SOME: gl.constexpr = 2048 // D  # rows at a time
+    q_smem, q_raw, q_full, tables, sizes = given
     n_tiles, B, L, _, _, _ = sizes
-    q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d = q_rows
-    cos_ptr, sin_ptr, stride_table_b, stride_table_l, stride_table_w = tables
-    q_full, q_empty = q_bars
+    cos_ptr, sin_ptr, stride_b, stride_l, stride_w = tables
     for n in range(2 * my_tiles(n_tiles)):
         i = n // 2
         w = n % 2
-        b, hk, r, tile_row = tile_at(i, L, B, K, R, 2 * BM)
+        b, _, _, tile_row = tile_at(i, L, B, K, R, 2 * BM)
         row0 = tile_row + w * BM
-        batch = b.to(gl.int64)
-        position = row0.to(gl.int64)
-        table = batch * stride_table_b + position * stride_table_l
+        table = b.to(gl.int64) * stride_b + row0.to(gl.int64) * stride_l
         slot = i % Q_SLOTS * 2 + w
-        # A fresh barrier counts as having completed its odd phase: round one never waits.
-        mbarrier.wait(q_empty.index(slot), ((i // Q_SLOTS) & 1) ^ 1)
-        store_rotated(
-            q_smem.index(slot).reshape([BM, D]),
-            q_ptr + (batch * stride_q_b + position * stride_q_l
-                     + hk.to(gl.int64) * stride_q_k + r.to(gl.int64) * stride_q_r),
-            cos_ptr + table, sin_ptr + table,
-            stride_q_l, stride_q_d, stride_table_l, stride_table_w, L - row0, BM, D, 2048 // D,
-        )  # fmt: skip
+        mbarrier.wait(q_raw.index(slot), (i // Q_SLOTS) & 1)
+        q = q_smem.index(slot).reshape([BM, D])
+        for first in gl.static_range(0, BM, SOME):
+            at = table + first * stride_l
+            turn_rows(
+                q.slice(first, SOME), cos_ptr + at, sin_ptr + at, stride_l, stride_w,
+                L - row0 - first, D,
+            )  # fmt: skip
+            # Keeps the loads of the next rows, for which there are no registers, below.
+            group_barrier()
         fence_async_shared()
         hand_back(q_full.index(slot))
 
 
 @jit
-def producer(
-    given, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
-    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, ROPE: tl.constexpr, Q_SLOTS: tl.constexpr,
+def copy_queries(
+    i, q_desc, q_smem, q_copied, q_empty, B, L,
+    K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, Q_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, sizes = given
-    n_tiles, B, L, S, band_lo, band_hi = sizes
-    q_full, q_empty = q_bars
+    """Of the i-th tile, for both groups."""
+    b, hk, r, row0 = tile_at(i, L, B, K, R, 2 * BM)
+    for w in gl.static_range(2):
+        slot = i % Q_SLOTS * 2 + w
+        # A fresh barrier counts as having completed its odd phase: round one never waits.
+        mbarrier.wait(q_empty.index(slot), ((i // Q_SLOTS) & 1) ^ 1)
+        bar = q_copied.index(slot)
+        mbarrier.expect(bar, 2 * BM * D)
+        tma_load(q_desc, [b, row0 + w * BM, hk, r, 0], bar, q_smem.index(slot))
+
+
+@jit
+def copy_keys(
+    number, b, col0, hk, k_desc, v_desc, k_smem, v_smem, k_bars, v_bars,
+    D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of K and V, the so manyth of this program."""
     k_full, k_empty = k_bars
     v_full, v_empty = v_bars
+    slot = number % SLOTS
+    free = ((number // SLOTS) & 1) ^ 1
+    mbarrier.wait(k_empty.index(slot), free)
+    mbarrier.expect(k_full.index(slot), 2 * BN * D)
+    tma_load(k_desc, [b, col0, hk, 0], k_full.index(slot), k_smem.index(slot))
+    mbarrier.wait(v_empty.index(slot), free)
+    mbarrier.expect(v_full.index(slot), 2 * BN * D)
+    tma_load(v_desc, [b, col0, hk, 0], v_full.index(slot), v_smem.index(slot))
+
+
+@jit
+def producer(
+    given, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, Q_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Copies, queries a tile ahead."""
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_copied, q_empty, k_bars, v_bars, sizes = given
+    n_tiles, B, L, S, band_lo, band_hi = sizes
     seen = 0
-    for i in range(my_tiles(n_tiles)):
-        b, hk, r, row0 = tile_at(i, L, B, K, R, 2 * BM)
+    count = my_tiles(n_tiles)
+    if Q_SLOTS > 1:
+        copy_queries(0, q_desc, q_smem, q_copied, q_empty, B, L, K, R, D, Q_SLOTS)
+    for i in range(count):
+        b, hk, _, row0 = tile_at(i, L, B, K, R, 2 * BM)
         end, n = keys_of(row0, L, S, band_lo, band_hi, 2 * BM, BN, HAS_LO, HAS_HI)
-        if not ROPE:
-            for w in gl.static_range(2):
-                q_slot = i % Q_SLOTS * 2 + w
-                mbarrier.wait(q_empty.index(q_slot), ((i // Q_SLOTS) & 1) ^ 1)
-                bar = q_full.index(q_slot)
-                mbarrier.expect(bar, 2 * BM * D)
-                tma_load(q_desc, [b, row0 + w * BM, hk, r, 0], bar, q_smem.index(q_slot))
+        if Q_SLOTS == 1:
+            copy_queries(i, q_desc, q_smem, q_copied, q_empty, B, L, K, R, D, Q_SLOTS)
         for t in range(n):
-            slot = (seen + t) % SLOTS
-            free = (((seen + t) // SLOTS) & 1) ^ 1
-            col0 = end - (t + 1) * BN
-            mbarrier.wait(k_empty.index(slot), free)
-            mbarrier.expect(k_full.index(slot), 2 * BN * D)
-            tma_load(k_desc, [b, col0, hk, 0], k_full.index(slot), k_smem.index(slot))
-            mbarrier.wait(v_empty.index(slot), free)
-            mbarrier.expect(v_full.index(slot), 2 * BN * D)
-            tma_load(v_desc, [b, col0, hk, 0], v_full.index(slot), v_smem.index(slot))
+            copy_keys(
+                seen + t, b, end - (t + 1) * BN, hk, k_desc, v_desc, k_smem, v_smem, k_bars, v_bars,
+                D, BN, SLOTS,
+            )  # fmt: skip
+            if Q_SLOTS > 1:  # noqa: SIM102
+                # The first keys go before: no group waits for these queries yet.
+                if (t == 0) & (i + 1 < count):
+                    copy_queries(i + 1, q_desc, q_smem, q_copied, q_empty, B, L, K, R, D, Q_SLOTS)
         seen += n
 
 
 @jit(do_not_specialize=["n_tiles", "B", "L", "S", "band_lo", "band_hi"])
 def forward_sm90_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, q_ptr, cos_ptr, sin_ptr, key_mask_ptr,
-    stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, cos_ptr, sin_ptr, key_mask_ptr,
     stride_table_b, stride_table_l, stride_table_w,
     stride_key_mask_b, stride_key_mask_s, n_tiles, B, L, S, band_lo, band_hi, unit,
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
@@ -300,7 +326,7 @@ def forward_sm90_kernel(
     k_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BN, 1, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BN, 1, D], v_desc.layout)
     # Full is announced by the copy engine, empty by the groups that read: both of them for K and V.
-    q_bars = (barriers(Q_SLOTS * 2, 1), barriers(Q_SLOTS * 2, 1))
+    q_full, q_empty = barriers(Q_SLOTS * 2, 1), barriers(Q_SLOTS * 2, 1)
     k_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     v_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
     token = barriers(2, 1)
@@ -308,15 +334,17 @@ def forward_sm90_kernel(
     begin_early()
     mbarrier.arrive(token.index(0), count=1)  # the first group goes first
     sizes = (n_tiles, B, L, S, band_lo, band_hi)
-    q_rows = (q_ptr, stride_q_b, stride_q_l, stride_q_k, stride_q_r, stride_q_d)
     tables = (cos_ptr, sin_ptr, stride_table_b, stride_table_l, stride_table_w)
     key_mask = (key_mask_ptr, stride_key_mask_b, stride_key_mask_s)
-    given = (q_smem, k_smem, v_smem, o_smem, q_bars, k_bars, v_bars, token, o_desc, lse_ptr,
-             key_mask, sizes, unit)  # fmt: skip
-    copied = (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, sizes)
-    turned = (q_smem, q_bars, q_rows, tables, sizes)
+    given = (q_smem, k_smem, v_smem, o_smem, (q_full, q_empty), k_bars, v_bars, token, o_desc,
+             lse_ptr, key_mask, sizes, unit)  # fmt: skip
+    q_raw = q_full
+    if ROPE:
+        q_raw = barriers(Q_SLOTS * 2, 1)
+    copied = (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_raw, q_empty, k_bars, v_bars, sizes)
+    turned = (q_smem, q_raw, q_full, tables, sizes)
     # What an argument divides by is known in the kernel's own warps only: those turn, which needs
-    # wide loads. Copies need few registers; both groups have 240, or 208 beside the turner.
+    # wide loads. Copies need few registers; both groups have 240, or 216 beside the turner.
     if ROPE:
         gl.warp_specialize([
             (turner, (turned, K, R, D, Q_SLOTS)),
@@ -324,13 +352,13 @@ def forward_sm90_kernel(
                         MASK_FIRST, PINGPONG, Q_SLOTS)),
             (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
                         MASK_FIRST, PINGPONG, Q_SLOTS)),
-            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, ROPE, Q_SLOTS)),
-        ], [4, 4, 1], [208, 208, 24])  # fmt: skip
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS)),
+        ], [4, 4, 1], [216, 216, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
                         MASK_FIRST, PINGPONG, Q_SLOTS)),
             (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
                         MASK_FIRST, PINGPONG, Q_SLOTS)),
-            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, ROPE, Q_SLOTS)),
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS)),
         ], [4, 1], [240, 24])  # fmt: skip

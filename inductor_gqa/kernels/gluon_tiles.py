@@ -129,8 +129,11 @@ def packed_key_mask(key_mask, b, col0, S, BN: tl.constexpr):
     ptr, stride_b, stride_s = key_mask
     LOAD: gl.constexpr = gl.BlockedLayout([BN // 8, 1], [4, 8], [4, 1], [1, 0])
     eights = gl.arange(0, BN // 8, layout=gl.SliceLayout(1, LOAD))[:, None]
-    cols = col0 + eights * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, LOAD))[None, :]
-    at = ptr + b.to(gl.int64) * stride_b + cols.to(gl.int64) * stride_s
+    first = col0 + gl.arange(0, 8, layout=gl.SliceLayout(0, LOAD))[None, :]
+    cols = first + eights * 8
+    # Eights last: as sums with columns their offsets would be kept over all tiles, and spill.
+    row = ptr + b.to(gl.int64) * stride_b
+    at = (row + first.to(gl.int64) * stride_s) + (eights.to(gl.int64) * 8) * stride_s
     bits = (gl.load(at, mask=(cols >= 0) & (cols < S), other=0) != 0).to(gl.int32)
     return gl.sum(bits << eights, 0)
 
@@ -188,27 +191,26 @@ def softmax_step(s, m, total, unit, MASKED: tl.constexpr):
 @jit
 def store_rotated(
     q, q_ptr, cos_ptr, sin_ptr, stride_q_l, stride_q_d, stride_table_l, stride_table_w, n_rows,
-    BM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """BM rows of Q into shared memory, turned in fp32 (half layout, all D lanes), rounded once.
 
-    Each thread loads both partners of a pair, so no value crosses threads. ROWS at a time, which
-    takes D * ROWS / 256 pairs a thread. Offsets within the tile fit 32 bits.
+    Each thread loads both partners of a pair, so no value crosses threads. Some rows at a time:
+    sixteen pairs a thread fit beside what else is alive. Offsets within the tile fit 32 bits.
     """
+    ROWS: gl.constexpr = 4096 // D
     LANES: gl.constexpr = D // 16
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     half_q = stride_q_d * (D // 2)
     half_table = stride_table_w * (D // 2)
     for first in gl.static_range(0, BM, ROWS):
-        i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOAD))[:, None]
+        i = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOAD))[:, None]
         t = gl.arange(0, D // 2, layout=gl.SliceLayout(0, LOAD))[None, :]
-        inside = (i < n_rows - first) & (t >= 0)
-        # Rows first: sums of row and lane would be hoisted out of the loop over tiles, and spill;
-        # so would rows of their own for every part.
-        table = first * stride_table_l
-        at_q = ((q_ptr + first * stride_q_l) + i * stride_q_l) + t * stride_q_d
-        at_cos = ((cos_ptr + table) + i * stride_table_l) + t * stride_table_w
-        at_sin = ((sin_ptr + table) + i * stride_table_l) + t * stride_table_w
+        inside = (i < n_rows) & (t >= 0)
+        # Rows first: sums of row and lane would be hoisted out of the loop over tiles, and spill.
+        at_q = (q_ptr + i * stride_q_l) + t * stride_q_d
+        at_cos = (cos_ptr + i * stride_table_l) + t * stride_table_w
+        at_sin = (sin_ptr + i * stride_table_l) + t * stride_table_w
         x1 = gl.load(at_q, mask=inside, other=0.0)
         x2 = gl.load(at_q + half_q, mask=inside, other=0.0)
         cos = gl.load(at_cos, mask=inside, other=0.0).to(gl.float32)
@@ -219,4 +221,29 @@ def store_rotated(
         y2 = (x2.to(gl.float32) * cos + x1.to(gl.float32) * sin).to(q.dtype)
         y = gl.join(y1, y2).permute((0, 2, 1)).reshape([ROWS, D])
         q.slice(first, ROWS).store(y)
-        group_barrier()  # keeps the loads of the next rows, for which there are no registers, below
+
+
+@jit
+def turn_rows(q, cos_ptr, sin_ptr, stride_l, stride_w, n_rows, D: tl.constexpr):
+    """Rows of Q turned where they lie in shared memory, as `store_rotated` does: D * rows / 256
+    pairs a thread."""
+    ROWS: gl.constexpr = q.shape[0]
+    LANES: gl.constexpr = D // 16
+    # Repeats after half a row: a thread holds both partners of a pair.
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    x1, x2 = q.load(LOAD).reshape([ROWS, 2, D // 2]).permute((0, 2, 1)).split()
+    HALF: gl.constexpr = x1.type.layout
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, HALF))[:, None]
+    t = gl.arange(0, D // 2, layout=gl.SliceLayout(0, HALF))[None, :]
+    inside = (i < n_rows) & (t >= 0)
+    # Rows first: sums of row and lane would be kept over all tiles, and spill.
+    at_cos = (cos_ptr + i * stride_l) + t * stride_w
+    at_sin = (sin_ptr + i * stride_l) + t * stride_w
+    half = stride_w * (D // 2)
+    cos = gl.load(at_cos, mask=inside, other=0.0).to(gl.float32)
+    sin = gl.load(at_sin, mask=inside, other=0.0).to(gl.float32)
+    y1 = (x1.to(gl.float32) * cos - x2.to(gl.float32) * sin).to(q.dtype)
+    cos = gl.load(at_cos + half, mask=inside, other=0.0).to(gl.float32)
+    sin = gl.load(at_sin + half, mask=inside, other=0.0).to(gl.float32)
+    y2 = (x2.to(gl.float32) * cos + x1.to(gl.float32) * sin).to(q.dtype)
+    q.store(gl.join(y1, y2).permute((0, 2, 1)).reshape([ROWS, D]))

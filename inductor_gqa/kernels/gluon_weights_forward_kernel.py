@@ -72,7 +72,7 @@ def consumer(
             table = batch * stride_table_b + position * stride_table_l
             store_rotated(
                 q_tile, from_q, cos_ptr + table, sin_ptr + table, stride_q_l, stride_q_d,
-                stride_table_l, stride_table_w, L - row0, BM, D, 4096 // D,
+                stride_table_l, stride_table_w, L - row0, BM, D,
             )  # fmt: skip
         else:
             store_queries(q_tile, from_q, stride_q_l, stride_q_d, L - row0)

@@ -200,8 +200,8 @@ def test_a_tile_keeps_exactly_the_scores_that_its_rows_see(band, has_key_mask, B
         assert torch.equal(ours, torch.where(seen, s, -math.inf))
 
 
-@pytest.mark.parametrize(("D", "rows"), [(64, 64), (64, 32), (128, 32), (128, 16)])
-def test_rows_are_rotated_as_the_contract_says(D, rows):
+@pytest.mark.parametrize("D", [64, 128])
+def test_rows_are_rotated_as_the_contract_says(D):
     """Tables whose columns are all independent; five rows past the end read as zero."""
     stored = torch.zeros(64, D)
 
@@ -214,7 +214,7 @@ def test_rows_are_rotated_as_the_contract_says(D, rows):
     x, cos, sin = torch.randn(64, D + 8), torch.randn(64, D), torch.randn(64, D)
     store_rotated = in_python(gluon_tiles.store_rotated, Tensors())
     pointers = (Pointer(x.flatten()), Pointer(cos.flatten()), Pointer(sin.flatten()))
-    store_rotated(Buffer(), *pointers, D + 8, 1, D, 1, 59, 64, D, rows)
+    store_rotated(Buffer(), *pointers, D + 8, 1, D, 1, 59, 64, D)
     true = rotate(x[None, :, None, :D], cos[None], sin[None], 0, False)[0, :, 0]
     true[59:] = 0
     torch.testing.assert_close(stored, true)
