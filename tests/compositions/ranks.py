@@ -10,13 +10,16 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 
-def two_ranks(script: str, folder: Path, timeout: float = 300) -> list[dict[str, Any]]:
-    """The JSON of both ranks. The script takes a rank and the folder that both write to."""
+def two_ranks(
+    script: str, folder: Path, *arguments: str, timeout: float = 300
+) -> list[dict[str, Any]]:
+    """The JSON of both ranks. The script takes a rank, the folder that both write to, and the
+    arguments."""
     paths = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / script), str(rank), str(folder)],
+            [sys.executable, "-W", "ignore", HERE / script, str(rank), str(folder), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -13,16 +13,16 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+@pytest.fixture(scope="module", params=["fsdp2", "tensor parallel"])
+def ranks(request, tmp_path_factory):
     pytest.importorskip("transformers")
-    return two_ranks("train_on_gpus.py", tmp_path_factory.mktemp("ranks"), timeout=540)
+    folder = tmp_path_factory.mktemp("ranks")
+    return two_ranks("train_on_gpus.py", folder, request.param, timeout=400)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", ["fsdp2", "tensor parallel"])
-def test_twenty_steps(ranks, form, dtype):
-    for found in (rank[f"{form}, {dtype}"] for rank in ranks):
+def test_twenty_steps(ranks, dtype):
+    for found in (rank[dtype] for rank in ranks):
         assert "error" not in found, found["error"]
         assert found["left"] == []
         assert found["fused"] == found["backward"] == 2
