@@ -43,24 +43,14 @@ BM = tl.constexpr(64)  # rows of a group: what one warp group multiplies at a ti
 
 
 @jit
-def kept(p, dtype: tl.constexpr, D: tl.constexpr):
-    """Probabilities as the next tile takes them. In 16 bits Triton at times takes their pairs apart
-    and puts them together again; in fp32 there are registers for them at D = 64 only."""
-    if D > 64:
-        p = p.to(dtype)
-    return p
-
-
-@jit
 def next_tile(
-    s, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars, v_bars, token,
+    p, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars, v_bars, token,
     key_mask, sizes, unit, W: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
     SLOTS: tl.constexpr, PINGPONG: tl.constexpr, MASKED: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
     S_LAYOUT: tl.constexpr, O_LAYOUT: tl.constexpr, P_LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Scores of key tile t while the probabilities s of tile t-1 are multiplied with their
-    values."""
+    """Scores of key tile t while the probabilities of tile t-1 are multiplied with their values."""
     S, band_lo, band_hi = sizes[3], sizes[4], sizes[5]
     k_full, k_empty = k_bars
     v_full, v_empty = v_bars
@@ -68,7 +58,6 @@ def next_tile(
     slot = (seen + t) % SLOTS
     last = (seen + t - 1) % SLOTS
     no_scores = gl.zeros([BM, BN], gl.float32, layout=S_LAYOUT)
-    p = gl.convert_layout(s.to(k_smem.dtype), P_LAYOUT)
     mbarrier.wait(k_full.index(slot), ((seen + t) // SLOTS) & 1)
     if PINGPONG:
         mbarrier.wait(token.index(W), (turn + t - 1) & 1)
@@ -94,7 +83,8 @@ def next_tile(
     hand_back(v_empty.index(last))
     # That product used the old maximum: bring it to the new one before the next is added.
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    return kept(s, k_smem.dtype, D), m, total, acc
+    p = gl.convert_layout(s.to(k_smem.dtype), P_LAYOUT)
+    return p, m, total, acc
 
 
 @jit
@@ -177,7 +167,7 @@ def consumer(
                 s, words, row0, end - BN, S, band_lo, band_hi, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK
             )
         s, m, total, _ = softmax_step(s, m, total, unit, MASK_FIRST)
-        s = kept(s, k_smem.dtype, D)
+        p = gl.convert_layout(s.to(q_smem.dtype), P_LAYOUT)
         acc = gl.zeros([BM, D], gl.float32, layout=O_LAYOUT)
 
         turn = seen - i  # tokens taken so far: none for a first tile
@@ -187,22 +177,22 @@ def consumer(
             open_first = n
         if MASK_ALL or (HAS_HI and BN < 2 * BM):
             for t in range(1, open_first):
-                s, m, total, acc = next_tile(
-                    s, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
+                p, m, total, acc = next_tile(
+                    p, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
                     v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, PINGPONG, True,
                     HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         if not MASK_ALL:
             for t in range(open_first, open_stop):
-                s, m, total, acc = next_tile(
-                    s, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
+                p, m, total, acc = next_tile(
+                    p, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
                     v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, PINGPONG, False,
                     HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
             if CHECK_LO:
                 for t in range(open_stop, n):
-                    s, m, total, acc = next_tile(
-                        s, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
+                    p, m, total, acc = next_tile(
+                        p, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
                         v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, PINGPONG, True,
                         HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                     )  # fmt: skip
@@ -211,7 +201,6 @@ def consumer(
         if not SHARED_O:
             hand_back(q_empty.index(q_slot))
         last = (seen - 1) % SLOTS
-        p = gl.convert_layout(s.to(k_smem.dtype), P_LAYOUT)
         mbarrier.wait(v_full.index(last), ((seen - 1) // SLOTS) & 1)
         acc = warpgroup_mma(p, v_smem.index(last).reshape([BN, D]), acc, is_async=True)
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
