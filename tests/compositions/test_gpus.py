@@ -17,15 +17,17 @@ pytestmark = [
 def ranks(request, tmp_path_factory):
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("ranks")
-    return two_ranks("train_on_gpus.py", folder, request.param, timeout=400)
+    return request.param, two_ranks("train_on_gpus.py", folder, request.param, timeout=400)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_twenty_steps(ranks, dtype):
-    for found in (rank[dtype] for rank in ranks):
+    form, both = ranks
+    for found in (rank[dtype] for rank in both):
         assert "error" not in found, found["error"]
         assert found["left"] == []
-        assert found["fused"] == found["backward"] == 2
+        # Layers that are compiled one by one share their code.
+        assert found["fused"] == found["backward"] == (1 if form == "fsdp2" else 2)
         assert found["wrong"] == []
         first, last = found["losses"]
         assert last < first - 0.01  # it has learned

@@ -33,7 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import inductor_gqa
 from inductor_gqa import report
 
-STEPS, BATCH, LENGTH, RATE = 20, 2, 256, 0.2
+# At larger rates the steps amplify any rounding.
+STEPS, BATCH, LENGTH, RATE = 20, 2, 256, 0.03
 SHARDED = {"q": ColwiseParallel, "k": ColwiseParallel, "v": ColwiseParallel, "o": RowwiseParallel}
 
 
