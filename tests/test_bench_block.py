@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "bench" / "block.py"
+WITHOUT_CPP = ROOT / "tests" / "without_cpp.py"
 
 
 def run(*options):
-    command = [sys.executable, str(ROOT / "bench" / "block.py"), *options]
+    command = [sys.executable, str(WITHOUT_CPP), str(SCRIPT), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
