@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
             os.environ |= {name: os.path.join(folder, name.lower()) for name in CACHES}
             if args.jobs:
                 options = ["--variants", ",".join(args.variants), *["--tiny"] * args.tiny]
-                compiled = compiled_beforehand(__file__, options, args.jobs, Path(folder))
+                compiled = compiled_beforehand(options, args.jobs, Path(folder))
         settings = {name: getattr(args, name) for name in ("variants", "rounds", "tiny")}
         result = record("block", settings, device)
         rows: list[Row] = []

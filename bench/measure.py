@@ -188,13 +188,12 @@ def cold_caches() -> Generator[None, None, None]:
         yield
 
 
-def compiled_beforehand(
-    script: str, options: Sequence[str], jobs: int, folder: Path
-) -> list[dict[str, Any]]:
-    """Runs a benchmark with --compile-only in `jobs` processes, each on its share of the cases, to
-    fill the caches; returns the rows that they wrote."""
+def compiled_beforehand(options: Sequence[str], jobs: int, folder: Path) -> list[dict[str, Any]]:
+    """Runs this script as it was started, with --compile-only, in `jobs` processes, each on its
+    share of the cases, to fill the caches; returns the rows that they wrote."""
     records = [folder / f"compiled-{n}.json" for n in range(jobs)]
-    command = [sys.executable, script, "--compile-only", *options]
+    own = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
+    command = [*own, "--compile-only", *options]
     processes = [
         subprocess.Popen([*command, "--cases", f"{n}::{jobs}", "--out", str(out)])
         for n, out in enumerate(records)

@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.jobs:
                 options = ["--variants", ",".join(args.variants)]
                 options += ["--programs", ",".join(args.programs), *["--tiny"] * args.tiny]
-                compiled = compiled_beforehand(__file__, options, args.jobs, Path(folder))
+                compiled = compiled_beforehand(options, args.jobs, Path(folder))
         result = measure(args, compiled)
     if not args.compile_only:
         print(json.dumps(result["programs"]))

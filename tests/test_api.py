@@ -19,6 +19,7 @@ from inductor_gqa import passes, read_site
 from inductor_gqa.passes import AttentionPass, NotFused, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
+WITHOUT_CPP = ROOT / "tests" / "without_cpp.py"
 
 
 @pytest.fixture(autouse=True)
@@ -307,6 +308,8 @@ for word in sys.argv[1:]:
 @pytest.mark.slow
 def test_caches_never_mix_fused_and_stock_graphs(tmp_path):
     """On, off and on in one process, then both in a second that finds the caches warm."""
+    script = tmp_path / "caches.py"
+    script.write_text(CACHES)
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -314,7 +317,7 @@ def test_caches_never_mix_fused_and_stock_graphs(tmp_path):
     }
 
     def process(*words):
-        command = [sys.executable, "-W", "ignore", "-c", CACHES, *words]
+        command = [sys.executable, "-W", "ignore", str(WITHOUT_CPP), str(script), *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         rows = [line.split() for line in done.stdout.splitlines()]

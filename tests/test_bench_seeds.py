@@ -1,5 +1,6 @@
 """The benchmark of the two whole programs, tiny on a CPU: correct, fused, complete."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "bench" / "seeds.py"
+WITHOUT_CPP = ROOT / "tests" / "without_cpp.py"
 
 
 def run(*options):
-    command = [sys.executable, str(ROOT / "bench" / "seeds.py"), *options]
+    command = [sys.executable, str(WITHOUT_CPP), str(SCRIPT), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -38,7 +41,12 @@ def test_both_programs_are_fused_and_within_tolerance(tmp_path):
     assert all(found["ok"] for found in result["programs"].values())
 
 
-def test_an_unknown_program_is_named():
-    done = run("--programs", "076")
-    assert done.returncode == 2
-    assert "unknown 076, there are 003, 075, 075-highest" in done.stderr
+def test_an_unknown_program_is_named(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    script = importlib.import_module("seeds")
+    for name in ("seeds", "measure", "seed_programs"):
+        sys.modules.pop(name, None)
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--programs", "076"])
+    assert stopped.value.code == 2
+    assert "unknown 076, there are 003, 075, 075-highest" in capsys.readouterr().err

@@ -2,8 +2,8 @@
 OPTION...`
 
 A C++ compiler takes a second for each kernel, most of a tiny benchmark's time. Reading, rewriting,
-memory planning and the generated wrapper are as ever; the demo, the block's benchmark and the other
-examples are compiled whole.
+memory planning and the generated wrapper are as ever; the demo as .ci/run starts it and one example
+are compiled whole.
 """
 
 import runpy

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_CPP = ROOT / "tests" / "without_cpp.py"
 
 STEP = """
 import sys, torch, inductor_gqa
@@ -45,7 +46,9 @@ def process(folder, *digests):
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
     }
-    command = [sys.executable, "-W", "ignore", "-c", STEP, *digests]
+    script = folder / "step.py"
+    script.write_text(STEP)
+    command = [sys.executable, "-W", "ignore", str(WITHOUT_CPP), str(script), *digests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]

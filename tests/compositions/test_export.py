@@ -57,6 +57,10 @@ print("equal")
 """
 
 
+# Headers compiled beforehand cost more than two small packages gain by them.
+WITHOUT_CACHES = {"fx_graph_cache": False, "aot_inductor.precompile_headers": False}
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_aotinductor_packages(tmp_path):
     """By default a package needs nothing of us; fused with always=True, it needs the ops, and says
@@ -69,7 +73,7 @@ def test_aotinductor_packages(tmp_path):
         with (
             inductor_gqa.enabled(always=always),
             report.collected() as found,
-            inductor_config.patch(fx_graph_cache=False),
+            inductor_config.patch(WITHOUT_CACHES),
         ):
             torch._inductor.aoti_compile_and_package(program, package_path=path)
         (site,) = found.sites

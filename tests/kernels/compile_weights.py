@@ -4,8 +4,8 @@ sm CASE...` prints a line of JSON per launch.
 A CASE is `backward-D128-bf16-L1024` or `forward-D64-fp32-L1024` with any of: rope, pointers, stored
 (dS kept), again (dS made again), gathered (what the sm_90
 kernels leave to plain ones), turned, causal, padded, bias, tf32, tilesBMxBNxWARPSxSTAGES. Or
-`linear-C1024-fp32-T512` with any of: tf32, pointers, ready (operands split before), single (one
-layer, not three), tilesBMxBNxBKxWARPSxSTAGES.
+`linear-C1024-fp32-T512` with any of: tf32, pointers, ready (operands split before),
+tilesBMxBNxBKxWARPSxSTAGES.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def forward_plan(D, dtype, L, rules, capability):
 def linear_plan(C, dtype, T, rules, capability):
     from inductor_gqa.kernels import linear_forward
 
-    widths = (1024,) if "single" in rules else (1024, 256, 256)
+    widths = (1024, 256, 256)
     tensors = {"x": Operand.contiguous((T, C), dtype)}
     tensors |= {f"w{i}": Operand.contiguous((n, C), dtype) for i, n in enumerate(widths)}
     weights = [tensors[f"w{i}"] for i in range(len(widths))]

@@ -23,7 +23,6 @@ CASES = {
         "D64-E64-bf16-causal-padded-adds",
         "D64-E64-bf16-bias-softcap-rope-doubles",
         "D64-E64-bf16-bias-keep-softcap",
-        "D80-E80-bf16-causal-sliced",
         "D96-E96-bf16-causal-padded",
         "D96-E96-bf16-causal-sliced",
         "D160-E160-bf16-sliced",

@@ -22,7 +22,6 @@ from inductor_gqa.kernels.weights_backward import WeightsBackward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CASES = (
-    "D64-bf16",
     "D64-bf16-causal-rope",
     "D64-fp16-window-padded",
     "D128-bf16-causal",
@@ -35,11 +34,8 @@ CASES = (
     "D64-bf16-causal-backward",
     "D64-fp16-window-rope-backward-whole",
     "D128-bf16-backward-whole",
-    "D128-bf16-causal-rope-backward",
-    "D128-bf16-causal-rope-backward-whole",
-    "D128-bf16-window-backward",
-    "D128-bf16-window-backward-whole",
-    "D64-bf16-given",
+    "D128-bf16-window-rope-backward",
+    "D128-bf16-window-rope-backward-whole",
     "D128-bf16-given-rope",
     "D128-bf16-given-rope-short",
     "D64-fp32-weights-rope",

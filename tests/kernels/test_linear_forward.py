@@ -272,13 +272,12 @@ def test_flops_are_those_of_the_matmuls():
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_kernels_fit_registers_and_shared_memory(sm):
+    """Three layers in each tile: one layer takes no more registers or shared memory."""
     cases = []
     for precision, known in joined.TILES.items():
         for tiles in known:
             sizes = "x".join(map(str, tiles))
             cases.append(f"linear-C1024-fp32-T512-{precision}-tiles{sizes}")
         cases.append(f"linear-C1024-fp32-T512-{precision}-ready-tiles128x64x32x8x2")
-        cases.append(f"linear-C1024-fp32-T512-{precision}-single")
-        cases.append(f"linear-C1004-fp32-T500-{precision}")
         cases.append(f"linear-C1021-fp32-T500-{precision}")
     assert_compiles(sm, cases)
