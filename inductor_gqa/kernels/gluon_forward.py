@@ -159,8 +159,8 @@ def plan_forward_sm90(
     has_lo, has_hi = attention.band_lo is not None, attention.band_hi is not None
     band_hi = attention.band_hi or 0
     if not (has_lo or has_hi) and turns_q:
-        # A band that hides nothing: without one, Triton repacks the probabilities of every tile (8 %
-        # of the time at D = 64, H200).
+        # A band that hides nothing: without one, Triton repacks the probabilities of every tile,
+        # which is 8 % of the time at D = 64 (H200).
         has_hi, band_hi = True, LARGEST
     has_key_mask = "key_mask" in tensors
     n_tiles = -(-L // TILE_ROWS) * B * K * R
