@@ -77,7 +77,33 @@ def programs() -> str:
             f"- {text}: {means['plain']} with `torch.compile`, {means['fused']} with `enable()`, "
             f"{min(gains):.2f} to {max(gains):.2f} times as fast{beside}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *alone()])
+
+
+def alone() -> list[str]:
+    """RoPE and attention alone beside RoPE and cuDNN, a line for each head dim. Raises CommandError
+    where a shape has no green check."""
+    shapes: dict[tuple[int, bool, int], dict[str, Any]] = {}
+    for record in plot.found("attention"):
+        for row in record["rows"]:
+            if row["variant"] in ("ours", "cudnn"):
+                shape = (row["D"], row["causal"], row["S"])
+                shapes.setdefault(shape, {})[row["variant"]] = row
+    lines: list[str] = []
+    for dim in sorted({shape[0] for shape in shapes}, reverse=True):
+        both = [found for shape, found in shapes.items() if shape[0] == dim]
+        if not all(row["status"] == "ok" for found in both for row in found.values()):
+            raise CommandError(f"a shape of head dim {dim} has no green check", 1)
+        said: list[str] = []
+        for name, key in (("forward", "forward_us"), ("training", "step_us")):
+            gains = [found["cudnn"][key] / found["ours"][key] for found in both]
+            low, high = min(gains), max(gains)
+            said.append(f"{name} {geometric_mean(gains):.2f} ({low:.2f} to {high:.2f})")
+        lines.append(
+            f"- RoPE and attention alone, head dim {dim}, bfloat16, times as fast as RoPE and "
+            f"cuDNN: {', '.join(said)}"
+        )
+    return lines
 
 
 # What a red check forbids comes before what takes long.

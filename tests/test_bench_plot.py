@@ -114,9 +114,19 @@ def test_a_figure_that_differs_is_named(bench, monkeypatch, tmp_path, capsys):
     assert plot.main(["--check"]) == 0
 
 
-def test_speed_table_is_made_from_the_committed_results(bench):
+@pytest.mark.parametrize("region", ["speed", "programs"])
+def test_figures_of_the_readme_are_made_from_the_committed_results(bench, region):
     readme = bench("readme")
-    assert readme.shown("speed") == readme.table(), "run `python bench/readme.py`"
+    assert readme.shown(region) == readme.REGIONS[region](), "run `python bench/readme.py`"
+
+
+def test_a_shape_that_was_wrong_is_not_shown(bench, monkeypatch):
+    plot, readme = bench("plot"), bench("readme")
+    (record,) = plot.found("attention")
+    next(row for row in record["rows"] if row["variant"] == "ours")["status"] = "wrong"
+    monkeypatch.setattr(plot, "found", lambda name: [record])
+    with pytest.raises(plot.CommandError, match="no green check"):
+        readme.alone()
 
 
 @pytest.mark.slow
