@@ -13,6 +13,7 @@ import torch
 from kernels.oracle import rotate
 
 from inductor_gqa.kernels import gluon_tiles
+from inductor_gqa.kernels.gluon_forward import LARGEST
 
 pytestmark = pytest.mark.skipif(gluon_tiles.WHY_NOT is not None, reason=str(gluon_tiles.WHY_NOT))
 B, K, R = 2, 2, 4
@@ -50,7 +51,7 @@ def test_visited_tiles_hold_every_visible_key_and_open_tiles_no_hidden_one(BN):
     open_tiles = in_python(gluon_tiles.open_tiles, Scalars())
     lengths = (1, 63, 64, 129, 300)
     bands = (None, -260, -64, -1, 0, 1, 37, 128, 400)
-    for L, S, lo, hi in itertools.product(lengths, lengths, bands, bands):
+    for L, S, lo, hi in itertools.product(lengths, lengths, bands, (*bands, LARGEST)):
         has_lo, has_hi = lo is not None, hi is not None
         checks_lo = has_lo or (hi is not None and (hi % BN != 0 or hi < 0))
         band = (lo or 0, hi or 0)
@@ -218,3 +219,30 @@ def test_rows_are_rotated_as_the_contract_says(D):
     true = rotate(x[None, :, None, :D], cos[None], sin[None], 0, False)[0, :, 0]
     true[59:] = 0
     torch.testing.assert_close(stored, true)
+
+
+class Rows(Tile):
+    """Parts of a tile in shared memory, which Gluon splits along the last axis."""
+
+    def split(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self[..., 0].as_subclass(Tile), self[..., 1].as_subclass(Tile)
+
+    def load(self, layout):
+        return self.clone().as_subclass(Rows)
+
+    def store(self, y):
+        self.copy_(y)
+
+
+@pytest.mark.parametrize(("D", "rows"), [(64, 32), (128, 16)])
+def test_rows_are_turned_where_they_lie(D, rows):
+    """As they are rotated; the last five have no row in the tables and become zero."""
+    cos, sin = torch.randn(rows, D + 8), torch.randn(rows, D + 8)
+    q = torch.randn(rows, D)
+    true = rotate(q[None, :, None], cos[None, :, :D], sin[None, :, :D], 0, False)[0, :, 0]
+    true[-5:] = 0
+    turned = q.clone().as_subclass(Rows)
+    pointers = (Pointer(cos.flatten()), Pointer(sin.flatten()))
+    turn_rows = in_python(gluon_tiles.turn_rows, Tensors())
+    turn_rows(turned, *pointers, D + 8, 1, rows - 5, D)
+    torch.testing.assert_close(turned.as_subclass(torch.Tensor), true)
