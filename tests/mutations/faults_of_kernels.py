@@ -125,4 +125,18 @@ FAULTS_OF_KERNELS = (
         '        state = "fused"\n',
         "tests/test_report.py",
     ),
+    Fault(
+        "turned rows take the sine of the other half",
+        "inductor_gqa/kernels/gluon_tiles.py",
+        "    half = stride_w * (D // 2)\n",
+        "    half = 0\n",
+        "tests/kernels/test_gluon_tiles.py -k turned_where_they_lie",
+    ),
+    Fault(
+        "a key mask is read eight keys late",
+        "inductor_gqa/kernels/gluon_tiles.py",
+        "(eights.to(gl.int64) * 8) * stride_s",
+        "(eights.to(gl.int64) * 8 + 8) * stride_s",
+        "tests/kernels/test_gluon_tiles.py -k keeps_exactly",
+    ),
 )
