@@ -285,11 +285,11 @@ def test_explain_fuses_both_layers_of_an_architecture_in_both_directions(name, c
 
 
 @pytest.mark.slow
-def test_demo_fuses_every_site_and_meets_the_error_rule(capsys, monkeypatch):
+def test_demo_fuses_every_site_and_meets_the_error_rule(capsys):
     """Without C++, which takes most of its time; .ci/run starts the demo as users do."""
-    if hasattr(inductor_config, "fallback_by_default"):
-        monkeypatch.setattr(inductor_config, "fallback_by_default", True)
-    assert main(["demo", *TINY_DEMO, "--json"]) == 0
+    has_fallback = hasattr(inductor_config, "fallback_by_default")
+    with inductor_config.patch({"fallback_by_default": True} if has_fallback else {}):
+        assert main(["demo", *TINY_DEMO, "--json"]) == 0
     result = json_of(capsys)
     assert result["ok"]
     assert result["verdict"]["holds"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+SCRIPTS = HERE / "compositions"
 
 
 def two_ranks(
@@ -15,11 +16,11 @@ def two_ranks(
 ) -> list[dict[str, Any]]:
     """The JSON of both ranks. The script takes a rank, the folder that both write to, and the
     arguments."""
-    paths = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", HERE / script, str(rank), str(folder), *arguments],
+            [sys.executable, "-W", "ignore", SCRIPTS / script, str(rank), str(folder), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
