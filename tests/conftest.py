@@ -1,6 +1,7 @@
 """Triton's interpreter where there is no GPU, hypothesis profiles, and the marker `gpu`."""
 
 import gc
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, settings
 # itself.
 sys.path.append(str(Path(__file__).parent))
 
+BENCH = Path(__file__).resolve().parents[1] / "bench"
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # A pool of compile workers costs every process seconds and has no core of its own to run on.
@@ -65,3 +67,14 @@ def _less_work() -> None:
     from less_work import leave_out_what_is_only_logged
 
     leave_out_what_is_only_logged()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch):
+    """Imports a script of bench/, which later tests do not find imported."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if BENCH in Path(getattr(sys.modules[name], "__file__", None) or "").parents:
+            del sys.modules[name]

@@ -1,6 +1,5 @@
 """The benchmark of one block's training step, tiny on a CPU: correct, fused, complete."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -35,12 +34,8 @@ def test_every_variant_is_right_and_the_block_is_fused(tmp_path):
         assert "us" not in row["variants"]["fused"]  # times are a GPU's
 
 
-def test_an_unknown_variant_is_named(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    script = importlib.import_module("block")
-    for name in ("block", "measure", "seed_programs", "seeds"):
-        sys.modules.pop(name, None)
+def test_an_unknown_variant_is_named(bench, capsys):
     with pytest.raises(SystemExit) as stopped:
-        script.main(["--variants", "flash"])
+        bench("block").main(["--variants", "flash"])
     assert stopped.value.code == 2
     assert "unknown flash, there are eager, plain, fused, sdpa" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The decoding benchmark, tiny on a CPU: correctness first, then a complete record."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -55,12 +54,8 @@ def test_times_every_variant_and_fuses_only_one(result):
         assert data.get("sites_left", 0) == 0
 
 
-def test_refuses_an_unknown_variant(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    script = importlib.import_module("generate")
-    for name in ("generate", "measure", "shapes"):
-        sys.modules.pop(name, None)
+def test_refuses_an_unknown_variant(bench, capsys):
     with pytest.raises(SystemExit) as stopped:
-        script.main(["--variants", "plain,flex"])
+        bench("generate").main(["--variants", "plain,flex"])
     assert stopped.value.code == 2
     assert "unknown variants flex" in capsys.readouterr().err

@@ -1,9 +1,7 @@
 """The README's list, table and figures are made from the committed results and from what runs, and
 from results with a green check only."""
 
-import importlib
 import re
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,16 +9,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ("training.svg", "programs.svg", "memory.svg", "speed.svg")
-MODULES = ("plot", "readme", "recognised", "svg")
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch):
-    """Imports a script of bench/."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    yield importlib.import_module
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 def texts(svg: str) -> list[str]:

@@ -1,6 +1,5 @@
 """The benchmark of the two whole programs, tiny on a CPU: correct, fused, complete."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -41,12 +40,8 @@ def test_both_programs_are_fused_and_within_tolerance(tmp_path):
     assert all(found["ok"] for found in result["programs"].values())
 
 
-def test_an_unknown_program_is_named(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    script = importlib.import_module("seeds")
-    for name in ("seeds", "measure", "seed_programs"):
-        sys.modules.pop(name, None)
+def test_an_unknown_program_is_named(bench, capsys):
     with pytest.raises(SystemExit) as stopped:
-        script.main(["--programs", "076"])
+        bench("seeds").main(["--programs", "076"])
     assert stopped.value.code == 2
     assert "unknown 076, there are 003, 075, 075-highest" in capsys.readouterr().err
