@@ -11,7 +11,7 @@ from inductor_gqa.kernels.gluon_tiles import (
     jit,
     tma_store,
 )
-from inductor_gqa.kernels.tiles import store_tile
+from inductor_gqa.kernels.tiles import load_tile, store_tile
 from inductor_gqa.kernels.weights_tiles import store_turned_back
 
 if WHY_NOT is None:
@@ -113,3 +113,23 @@ def gather_kernel(
         )  # fmt: skip
     else:
         store_tile(dv_ptr + to, total, rows, K * D, S, 0, D, D)
+
+
+@triton.jit
+def finish_kernel(
+    sums_ptr, dq_ptr, cos_ptr, sin_ptr,
+    stride_cos_b, stride_cos_n, stride_cos_w, stride_sin_b, stride_sin_n, stride_sin_w,
+    L, scale, H: tl.constexpr, D: tl.constexpr, START: tl.constexpr, W: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dQ, turned back, from its sums in fp32; both are [B, L, H, D]. Grid: heads x row tiles."""
+    bh = tl.program_id(0) % (tl.num_programs(0) // tl.cdiv(L, ROWS))
+    rows = tl.program_id(0) // (tl.num_programs(0) // tl.cdiv(L, ROWS)) * ROWS + tl.arange(0, ROWS)
+    b = (bh // H).to(tl.int64)
+    first = (b * L * H + bh % H) * D
+    sums = load_tile(sums_ptr + first, rows, H * D, 1, L, 0, D, D)
+    store_turned_back(
+        sums * scale, dq_ptr + first, rows, H * D, L,
+        cos_ptr + b * stride_cos_b, sin_ptr + b * stride_sin_b,
+        stride_cos_n, stride_cos_w, stride_sin_n, stride_sin_w, D, D, START, W, INTERLEAVED,
+    )  # fmt: skip

@@ -33,6 +33,8 @@ CASES = (
     "D256-bf16-causal",
     "D64-bf16-causal-backward",
     "D64-fp16-window-rope-backward-whole",
+    "D64-bf16-backward-sweep-odd",
+    "D64-fp16-causal-rope-backward-sweep-whole",
     "D128-bf16-backward-whole",
     "D128-bf16-window-rope-backward",
     "D128-bf16-window-rope-backward-whole",
@@ -117,7 +119,8 @@ def records(case):
         plan = plan_weights_forward_sm90(subject, config=ForwardConfig(groups))
     elif "grad_out" in subject.tensors:
         # Whole groups a program, or as many programs as fill the device.
-        plan = plan_backward_sm90(subject, split=1 if "whole" in case else None)
+        split = 1 if "whole" in case else 4
+        plan = plan_backward_sm90(subject, split=split, sweeps="sweep" in case)
         assert ("whole" in case) != ("parts" in plan.allocate)
     else:
         plan = plan_forward_sm90(subject, switches=switches)

@@ -5,9 +5,16 @@ import math
 
 import pytest
 import torch
+from kernels.oracle import rotate
+from kernels.test_decode import memory_starts_as_nan
 
 from inductor_gqa.kernels import gluon_tiles
-from inductor_gqa.kernels.gluon_backward import plan_backward_sm90, split_of, usable_backward
+from inductor_gqa.kernels.gluon_backward import (
+    plan_backward_sm90,
+    split_of,
+    sweeps_of,
+    usable_backward,
+)
 from inductor_gqa.kernels.gluon_empty_rows import fill_empty_rows_kernel
 from inductor_gqa.kernels.gluon_forward import (
     Switches,
@@ -188,6 +195,7 @@ def backward_of(subject):
 
 TABLES = ("cos_q", "sin_q", "cos_k", "sin_k")
 ALWAYS = ["pad_kernel", "keys_sm90_kernel", "queries_sm90_kernel"]
+SWEEP = ["pad_kernel", "sweep_sm90_kernel", "finish_kernel"]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +224,64 @@ def test_gradients_are_turned_back_by_the_fewest_launches(changes, split, before
     written = {slot for x in plan.launches for slot in x.tensors.values()}
     written |= {box.slot for x in plan.launches for box in x.descriptors.values()}
     assert set(plan.allocate) <= written
+
+
+@pytest.mark.parametrize(
+    ("changes", "split", "before", "after"),
+    [
+        ({}, 1, [], []),
+        ({"tables": TABLES}, 1, ["rotate_kernel"], ["rotate_kernel"]),
+        ({"tables": TABLES[:2]}, 1, ["rotate_kernel"], []),
+        ({"tables": TABLES}, 4, ["rotate_kernel"], ["gather_kernel"]),
+    ],
+)
+def test_one_sweep_turns_queries_back_where_their_sums_are_rounded(changes, split, before, after):
+    subject = backward_of(attention(band_hi=0, **changes))
+    plan = plan_backward_sm90(subject, split=split, sweeps=True)
+    assert [x.kernel.fn.__name__ for x in plan.launches] == [*before, *SWEEP, *after]
+    assert plan.allocate["sums"].dtype == torch.float32
+    written = {slot for x in plan.launches for slot in x.tensors.values()}
+    written |= {box.slot for x in plan.launches for box in x.descriptors.values()}
+    assert set(plan.allocate) <= written
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("L", [1, 37, 64])
+def test_sums_of_queries_start_at_zero_and_are_scaled_and_turned_back(L, interleaved, device):
+    D = 64
+    q, sums = (torch.randn(B, L, K, R, D, device=device) for _ in range(2))
+    cos, sin = (torch.randn(B, L, D, device=device) for _ in range(2))
+    lse = torch.zeros(B, K, R, L, device=device)
+    named = {"q": q, "out": q, "grad_out": q, "lse": lse, "cos_q": cos, "sin_q": sin}
+    operands = {name: Operand.of(x) for name, x in named.items()}
+    keys = Operand.contiguous((B, L, K, D), q.dtype)
+    operands |= {"k": keys, "v": keys}
+    numbers = {"scale": 0.25, "rope_interleaved": interleaved, "capability": (9, 0)}
+    plan = plan_backward_sm90(Attention(operands, **numbers), sweeps=True)
+    by_name = {x.kernel.fn.__name__: x for x in plan.launches}
+    pad, finish = (
+        dataclasses.replace(plan, launches=(by_name[name],), results=results)
+        for name, results in (("pad_kernel", ("sums",)), ("finish_kernel", ("dq",)))
+    )
+    with memory_starts_as_nan():
+        assert bool((execute(pad, named)[0] == 0).all())
+    left = {name: x for name, x in finish.allocate.items() if name != "sums"}
+    (dq,) = execute(dataclasses.replace(finish, allocate=left), named | {"sums": sums})
+    x = q.double().requires_grad_()
+    turned = rotate(x, cos.double(), sin.double(), 0, interleaved)
+    (expected,) = torch.autograd.grad(turned, x, 0.25 * sums.double())
+    torch.testing.assert_close(dq.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_sweep_is_taken_where_it_was_measured_faster():
+    taken = {
+        (D, lo): sweeps_of(attention(D=D, band_lo=lo, band_hi=0))
+        for D in (64, 128)
+        for lo in (None, -9)
+    }
+    assert [key for key, is_taken in taken.items() if is_taken] == [(64, None)]
+    with pytest.raises(ValueError, match="band_lo is -9, accepted by one sweep: None"):
+        plan_backward_sm90(backward_of(attention(band_lo=-9, band_hi=0)), sweeps=True)
 
 
 @pytest.mark.parametrize(
