@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from inductor_gqa.kernels import rules
 from inductor_gqa.kernels.gluon_backward_keys import keys_sm90_kernel
 from inductor_gqa.kernels.gluon_backward_queries import queries_sm90_kernel
-from inductor_gqa.kernels.gluon_backward_sweep import sweep_sm90_kernel
+from inductor_gqa.kernels.gluon_backward_sweep import BQ, sweep_sm90_kernel
 from inductor_gqa.kernels.gluon_ends import BM, finish_kernel, gather_kernel
 from inductor_gqa.kernels.gluon_forward import (
     LARGEST,
@@ -26,6 +24,7 @@ from inductor_gqa.kernels.gluon_forward import (
     usable,
     why_not_copied,
 )
+from inductor_gqa.kernels.gluon_rows import pad_launch
 from inductor_gqa.kernels.plan import (
     LOG2E,
     Attention,
@@ -44,7 +43,6 @@ SMALLEST_SCALE = 1e-20  # LSE over scale must stay finite
 # Rows of a share of dK and dV that are written and read in the time of one tile of 64 queries
 # (measured on one H200; the same at D = 64 and 128, where both cost half).
 SHARED_ROWS = 2500
-PAD_TENSORS = ("out_ptr", "grad_out_ptr", "lse_ptr", "rows_ptr", "sums_ptr")
 
 
 def usable_backward(attention: Attention) -> str | None:
@@ -81,10 +79,9 @@ def _turns_queries_back(attention: Attention) -> bool:
     )
 
 
-def sweeps_of(attention: Attention) -> bool:
-    """Whether one sweep is faster than two halves: at D = 64 by 1.03 to 1.08 at 512 tokens and 1.39
-    to 1.53 from 2048 on (one H200, 32/8 heads, 16k tokens). At D = 128 its registers spill, which
-    costs more than two products under a causal mask."""
+def can_sweep(attention: Attention) -> bool:
+    """Whether the kernel of one sweep knows this attention, and then is faster than two halves: at
+    D = 128 its registers spill, and tiles of a window begin before row 0."""
     return attention.sizes[5] == 64 and attention.band_lo is None
 
 
@@ -110,41 +107,6 @@ def split_of(attention: Attention, multiprocessors: int) -> int:
     return min((n for n in (1, 2, 4, 8) if R % n == 0), key=ends)
 
 
-@triton.jit
-def pad_kernel(
-    out_ptr, grad_out_ptr, lse_ptr, rows_ptr, sums_ptr,
-    stride_grad_out_b, stride_grad_out_l, stride_grad_out_k, stride_grad_out_r, stride_grad_out_e,
-    L, to_scores, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
-    SUMS: tl.constexpr,
-):  # fmt: skip
-    """LSE of a head in units of scores, then delta = rowsum(dO * O), each with ROWS numbers in
-    front and behind, which make P and dS zero there; zeros to where dQ is summed. Grid: heads x
-    tiles, the padding included."""
-    bh = tl.program_id(0)
-    b = bh // (K * R)
-    k = bh % (K * R) // R
-    r = bh % R
-    rows = (tl.program_id(1) - 1) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, E)
-    inside = (rows >= 0) & (rows < L)
-    out_rows = ((b.to(tl.int64) * L + rows) * K + k) * R + r
-    at_grad_out = b.to(tl.int64) * stride_grad_out_b + k.to(tl.int64) * stride_grad_out_k
-    at_grad_out += r.to(tl.int64) * stride_grad_out_r + rows.to(tl.int64) * stride_grad_out_l
-    mask = inside[:, None] & (cols >= 0)[None, :]
-    out = tl.load(out_ptr + out_rows[:, None] * E + cols[None, :], mask=mask, other=0.0)
-    at = grad_out_ptr + at_grad_out[:, None] + cols[None, :] * stride_grad_out_e
-    grad_out = tl.load(at, mask=mask, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
-    lse = tl.load(lse_ptr + bh.to(tl.int64) * L + rows, mask=inside, other=float("inf"))
-    padded = tl.num_programs(1) * ROWS
-    at_rows = rows_ptr + bh.to(tl.int64) * 2 * padded + rows + ROWS
-    tl.store(at_rows, lse * to_scores)
-    tl.store(at_rows + padded, delta)
-    if SUMS:
-        zeros = tl.zeros([ROWS, E], tl.float32)
-        tl.store(sums_ptr + out_rows[:, None] * E + cols[None, :], zeros, mask=mask)
-
-
 def plan_backward_sm90(
     attention: Attention,
     multiprocessors: int = 132,
@@ -152,13 +114,15 @@ def plan_backward_sm90(
     sweeps: bool = False,
 ) -> Plan:
     """Launches for a `usable_backward` attention. Results: dq, dk, dv. `split`: programs that share
-    a group, None: those that end first. `sweeps`: dQ is summed in fp32 in an order that varies, not
-    with a lower edge of the band."""
+    a group, None: those that end first. `sweeps`: for what `can_sweep`, all gradients in one
+    launch, in which dQ is summed in fp32 in an order that varies."""
     tensors = attention.tensors
     B, L, S, K, R, D, _ = attention.sizes
-    if sweeps and attention.band_lo is not None:
-        raise ValueError(f"band_lo is {attention.band_lo}, accepted by one sweep: None")
-    split = split or (1 if sweeps else split_of(attention, multiprocessors))
+    if sweeps and not can_sweep(attention):
+        raise ValueError(
+            f"head dim is {D}, band_lo {attention.band_lo}, accepted by one sweep 64 and None"
+        )
+    split = split or split_of(attention, multiprocessors)
     scratch, rotation, names = plan_rotation(attention)
     operands = {**tensors, **scratch}
     outputs = {
@@ -191,15 +155,13 @@ def plan_backward_sm90(
     }
     for name, x in outputs.items():
         boxes[f"{name}_desc"] = box(left.get(name[1], name), x, ROWS)
-    queries = ROWS * 128 // D
     if sweeps:
+        queries, rows = BQ.value, scratch["rows"]
         boxes |= {
             "q_desc": box(names["q"], operands[names["q"]], queries),
             "g_desc": box("grad_out", tensors["grad_out"], queries),
-            "rows_desc": _rows_box(scratch["rows"], queries),
-            "dq_desc": dataclasses.replace(
-                box("sums", scratch["sums"], ROWS), block=(1, ROWS, 1, 1, 64)
-            ),
+            "rows_desc": Descriptor("rows", rows.shape, rows.strides, (1, 2, queries)),
+            "dq_desc": box("sums", scratch["sums"], ROWS),
         }
     slots, numbers = _tables(tensors, "q")
     slots |= {"rows_ptr": "rows", "parts_ptr": "parts" if split > 1 else "rows"}
@@ -233,28 +195,12 @@ def plan_backward_sm90(
             launch(keys_sm90_kernel, key_programs),
             launch(queries_sm90_kernel, -(-L // (2 * ROWS)) * B * K * R),
         )
-    launches = (*rotation, _pad_launch(attention, row_tiles, sweeps), *sums)
+    launches = (*rotation, pad_launch(attention, row_tiles, sweeps), *sums)
     if split > 1:
         launches += (_gather_launch(attention, split, keys),)
     if left:
         launches += (plan_adjoint(attention, left, {name: f"d{name}" for name in left}),)
     return Plan(scratch | outputs, launches, ("dq", "dk", "dv"))
-
-
-def _rows_box(rows: Operand, n: int) -> Descriptor:
-    """LSE and delta of a head."""
-    return Descriptor("rows", rows.shape, rows.strides, (1, 2, n))
-
-
-def _pad_launch(attention: Attention, row_tiles: int, sweeps: bool) -> Launch:
-    B, L, _, K, R, _, E = attention.sizes
-    scalars: dict[str, Any] = named_strides("grad_out", attention.tensors["grad_out"], "blkre")
-    scalars |= {"L": L, "K": K, "R": R, "E": E, "ROWS": ROWS}
-    scalars |= {"to_scores": 1 / (attention.scale * LOG2E)}
-    scalars["SUMS"] = sweeps
-    slots = {name: name.removesuffix("_ptr") for name in PAD_TENSORS}
-    slots["sums_ptr"] = "sums" if sweeps else "rows"
-    return Launch(pad_kernel, (B * K * R, row_tiles), slots, scalars, 4, 1)
 
 
 def _tables(tensors: Mapping[str, Operand], side: str) -> tuple[dict[str, str], dict[str, Any]]:
@@ -318,7 +264,7 @@ def attention_backward_sm90(
     if reason is not None:
         raise ValueError(f"attention_backward_sm90: {reason}")
     if sweeps is None:
-        sweeps = sweeps_of(attention) and not torch.are_deterministic_algorithms_enabled()
+        sweeps = can_sweep(attention) and not torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = execute_sm90(
         plan_backward_sm90(attention, multiprocessors, split, sweeps), tensors
     )

@@ -1,11 +1,11 @@
 """dK and dV for sm_90: a copying warp and two groups of four warps, as in the forward.
 
 Here the backward is split in two so that no gradient needs atomics (for one sweep, see
-`gluon_backward_sweep`): this half holds 2 x 64 keys and sums
-over the queries of a group, the other (`gluon_backward_queries`) holds queries and sums dQ. P =
-exp2(s - LSE), dS = P (dP - delta); both are rebuilt in either half. P and dS go from registers into
-the products. Where groups and key tiles are few, a group is shared by several programs, whose sums
-go to memory in fp32 and are added by `gather_kernel`.
+`gluon_backward_sweep`): this half holds 2 x 64 keys and sums over the queries of a group, the other
+(`gluon_backward_queries`) holds queries and sums dQ. P = exp2(s - LSE), dS = P (dP - delta); both
+are rebuilt in either half. P and dS go from registers into the products. Where groups and key tiles
+are few, a group is shared by several programs, whose sums go to memory in fp32 and are added by
+`gather_kernel`.
 """
 
 import triton.language as tl

@@ -1,11 +1,12 @@
 """dK, dV and dQ for sm_90 in one sweep: a copying warp and two groups of four warps.
 
-A program holds 2 x 64 keys and walks over the queries of their group: five products instead of the
-seven of two halves (`gluon_backward_keys`, `gluon_backward_queries`). S and dP are computed with
-keys as rows, so that P and dS go from registers into dV and dK; dS also goes through shared memory
-to the product with K. Each group makes 64 x 64 numbers of dQ from the dS of both, and the copy
-engine adds them to what other programs have added in fp32, in an order that differs from run to
-run: `torch.use_deterministic_algorithms` keeps to the halves.
+For D = 64: at 128 registers spill. A program holds 2 x 64 keys and walks over the queries of their
+group: five products instead of the seven of two halves (`gluon_backward_keys`,
+`gluon_backward_queries`). S and dP are computed with keys as rows, so that P and dS go from
+registers into dV and dK; dS also goes through shared memory to the product with K. Each group makes
+dQ of 64 queries of a tile from the dS of both, and the copy engine adds it to what other programs
+have added in fp32, in an order that differs from run to run: `torch.use_deterministic_algorithms`
+keeps to the halves.
 """
 
 import triton.language as tl
@@ -35,38 +36,32 @@ if WHY_NOT is None:
         warpgroup_mma_wait,
     )
 
-
 # Barriers: held K and V full, then empty; by group, dS full, dS empty, dQ full, dQ empty; then, a
 # slot each, Q with its LSE and delta full, dO full, and both empty.
 HELD_FULL, HELD_EMPTY = tl.constexpr(0), tl.constexpr(1)
 DS_FULL, DS_EMPTY = tl.constexpr(2), tl.constexpr(4)
 DQ_FULL, DQ_EMPTY, Q_FULL = tl.constexpr(6), tl.constexpr(8), tl.constexpr(10)
+BQ = tl.constexpr(2 * BM.value)  # queries in a tile, half of them at a time
 
 
 @jit
 def sweep_consumer(
     W: tl.constexpr, held_smem, smem, rows_smem, ds_smem, dq_smem, bars, dk_desc, dv_desc,
     parts_ptr, sizes, unit: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    SLOTS: tl.constexpr, HAS_HI: tl.constexpr, SPLIT: tl.constexpr,
-    EDGE: tl.constexpr,
+    SLOTS: tl.constexpr, HAS_HI: tl.constexpr, SPLIT: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = K * SPLIT
     HEADS: gl.constexpr = R // SPLIT
-    SUBS: gl.constexpr = 128 // D  # of 64 queries, in a tile
-    BQ: gl.constexpr = BM * SUBS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, G_LAYOUT, 2)
     B, L, S, band_hi = sizes
     k = held_smem.index(W).reshape([BM, D])
     v = held_smem.index(2 + W).reshape([BM, D])
-    # Of dQ, a group makes half of the lanes for all queries, or all lanes for half of the queries.
-    LANE: gl.constexpr = W * 64 * (2 - SUBS)
-    SUB: gl.constexpr = W * (SUBS - 1)
-    k_mine = k.slice(LANE, 64, 1)
-    k_other = held_smem.index(1 - W).reshape([BM, D]).slice(LANE, 64, 1)
-    ds_mine = ds_smem.index(SUB * 2 + W)
-    ds_other = ds_smem.index(SUB * 2 + 1 - W)
+    k_other = held_smem.index(1 - W).reshape([BM, D])
+    # By half of the queries and group of keys; a group makes dQ of the W-th half.
+    ds_mine = ds_smem.index(W * 2 + W).permute((1, 0))
+    ds_other = ds_smem.index(W * 2 + 1 - W).permute((1, 0))
     zeros = gl.zeros([BM, BM], gl.float32, layout=S_LAYOUT)
     seen = 0
     for i in range(my_tiles(gl.cdiv(S, 2 * BM) * B * PARTS)):
@@ -82,7 +77,7 @@ def sweep_consumer(
             slot = seen % SLOTS
             full = (seen // SLOTS) & 1
             rows = rows_smem.index(slot).reshape([2, BQ])
-            for sub in gl.static_range(SUBS):
+            for sub in gl.static_range(2):
                 q = smem.index(slot).reshape([BQ, D]).slice(sub * BM, BM)
                 g = smem.index(SLOTS + slot).reshape([BQ, D]).slice(sub * BM, BM)
                 if sub == 0:
@@ -115,13 +110,13 @@ def sweep_consumer(
                 ds_smem.index(sub * 2 + W).store(ds)
                 da = gl.convert_layout(ds, A_LAYOUT)
                 dk = warpgroup_mma(da, q, dk, is_async=True)
-                if sub + 1 < SUBS:
+                if sub == 0:
                     dv, pa, dk, da = warpgroup_mma_wait(num_outstanding=0, deps=(dv, pa, dk, da))
             fence_async_shared()
             hand_back(bars.index(DS_FULL + W))
-            dq = warpgroup_mma(ds_mine.permute((1, 0)), k_mine, zeros, use_acc=False, is_async=True)
+            dq = warpgroup_mma(ds_mine, k, zeros, use_acc=False, is_async=True)
             mbarrier.wait(bars.index(DS_FULL + 1 - W), seen & 1)
-            dq = warpgroup_mma(ds_other.permute((1, 0)), k_other, dq, is_async=True)
+            dq = warpgroup_mma(ds_other, k_other, dq, is_async=True)
             dv, pa, dk, da, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, pa, dk, da, dq))
             group_barrier()
             mbarrier.arrive(bars.index(Q_FULL + 2 * SLOTS + slot), count=1)
@@ -149,24 +144,23 @@ def sweep_consumer(
 
 @jit
 def sweep_adder(
-    dq_desc, dq_smem, bars, sizes, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    HAS_HI: tl.constexpr, SPLIT: tl.constexpr,
+    dq_desc, dq_smem, bars, sizes, K: tl.constexpr, R: tl.constexpr, HAS_HI: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Has the copy engine add what the groups made of dQ."""
     PARTS: gl.constexpr = K * SPLIT
     HEADS: gl.constexpr = R // SPLIT
-    SUBS: gl.constexpr = 128 // D
     B, L, S, band_hi = sizes
     seen = 0
     for i in range(my_tiles(gl.cdiv(S, 2 * BM) * B * PARTS)):
         b, part, tile_col = key_tile_at(i, S, B, PARTS, HAS_HI)
-        end, n = keys_of(tile_col, S, L, -band_hi, 0, 2 * BM, BM * SUBS, HAS_HI, False)
+        end, n = keys_of(tile_col, S, L, -band_hi, 0, 2 * BM, BQ, HAS_HI, False)
         for t in range(HEADS * n):
             h = part * HEADS + t // n
-            row0 = end - (t % n + 1) * (BM * SUBS)
+            row0 = end - (t % n + 1) * BQ
             for w in gl.static_range(2):
                 mbarrier.wait(bars.index(DQ_FULL + w), seen & 1)
-                at = [b, row0 + w * (SUBS - 1) * BM, h // R, h % R, w * BM * (2 - SUBS)]
+                at = [b, row0 + w * BM, h // R, h % R, 0]
                 tma_add(dq_desc, at, dq_smem.index(w))
             for w in gl.static_range(2):
                 tma.store_wait(pendings=1 - w)
@@ -182,7 +176,6 @@ def sweep_producer(
 ):  # fmt: skip
     PARTS: gl.constexpr = K * SPLIT
     HEADS: gl.constexpr = R // SPLIT
-    BQ: gl.constexpr = BM * (128 // D)
     B, L, S, band_hi = sizes
     held_full = bars.index(HELD_FULL)
     seen = 0
@@ -215,19 +208,16 @@ def sweep_producer(
 @jit(do_not_specialize=["B", "L", "S", "band_hi"])
 def sweep_sm90_kernel(
     k_desc, v_desc, q_desc, g_desc, rows_desc, dk_desc, dv_desc, dq_desc, parts_ptr,
-    B, L, S, band_hi, unit: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    D: tl.constexpr, SLOTS: tl.constexpr, HAS_HI: tl.constexpr,
-    SPLIT: tl.constexpr, EDGE: tl.constexpr,
+    B, L, S, band_hi, unit: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    SLOTS: tl.constexpr, HAS_HI: tl.constexpr, SPLIT: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     # As few objects as can be: each that a group knows is a register it lacks.
     DTYPE: gl.constexpr = k_desc.dtype
-    SUBS: gl.constexpr = 128 // D
-    BQ: gl.constexpr = BM * SUBS
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BM], DTYPE)
     held_smem = gl.allocate_shared_memory(DTYPE, [4, 1, BM, 1, D], k_desc.layout)
     smem = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, 1, BQ, 1, 1, D], q_desc.layout)
     rows_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, 2, BQ], rows_desc.layout)
-    ds_smem = gl.allocate_shared_memory(DTYPE, [2 * SUBS, BM, BM], DS_LAYOUT)
+    ds_smem = gl.allocate_shared_memory(DTYPE, [4, BM, BM], DS_LAYOUT)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, 1, BM, 1, 1, BM], dq_desc.layout)
     bars = gl.allocate_shared_memory(gl.int64, [Q_FULL + 3 * SLOTS, 1], mbarrier.MBarrierLayout())
     for j in gl.static_range(Q_FULL + 2 * SLOTS):
@@ -239,12 +229,10 @@ def sweep_sm90_kernel(
     sizes = (B, L, S, band_hi)
     gl.warp_specialize([
         (sweep_consumer, (0, held_smem, smem, rows_smem, ds_smem, dq_smem, bars, dk_desc, dv_desc,
-                          parts_ptr, sizes, unit, K, R, D, SLOTS, HAS_HI, SPLIT,
-                          EDGE)),
+                          parts_ptr, sizes, unit, K, R, D, SLOTS, HAS_HI, SPLIT, EDGE)),
         (sweep_consumer, (1, held_smem, smem, rows_smem, ds_smem, dq_smem, bars, dk_desc, dv_desc,
-                          parts_ptr, sizes, unit, K, R, D, SLOTS, HAS_HI, SPLIT,
-                          EDGE)),
-        (sweep_adder, (dq_desc, dq_smem, bars, sizes, K, R, D, HAS_HI, SPLIT)),
+                          parts_ptr, sizes, unit, K, R, D, SLOTS, HAS_HI, SPLIT, EDGE)),
+        (sweep_adder, (dq_desc, dq_smem, bars, sizes, K, R, HAS_HI, SPLIT)),
         (sweep_producer, (k_desc, v_desc, q_desc, g_desc, rows_desc, held_smem, smem, rows_smem,
                           bars, sizes, K, R, D, SLOTS, HAS_HI, SPLIT)),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip

@@ -1,5 +1,6 @@
 """How results leave the backward kernels for sm_90: turned back in registers, through shared
-memory, or as one share of a sum in fp32, which `gather_kernel` adds to the others."""
+memory, as one share of a sum in fp32, which `gather_kernel` adds to the others, or as sums that
+`finish_kernel` rounds."""
 
 import triton
 import triton.language as tl
@@ -123,8 +124,9 @@ def finish_kernel(
     INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dQ, turned back, from its sums in fp32; both are [B, L, H, D]. Grid: heads x row tiles."""
-    bh = tl.program_id(0) % (tl.num_programs(0) // tl.cdiv(L, ROWS))
-    rows = tl.program_id(0) // (tl.num_programs(0) // tl.cdiv(L, ROWS)) * ROWS + tl.arange(0, ROWS)
+    heads = tl.num_programs(0) // tl.cdiv(L, ROWS)
+    bh = tl.program_id(0) % heads
+    rows = tl.program_id(0) // heads * ROWS + tl.arange(0, ROWS)
     b = (bh // H).to(tl.int64)
     first = (b * L * H + bh % H) * D
     sums = load_tile(sums_ptr + first, rows, H * D, 1, L, 0, D, D)

@@ -7,10 +7,8 @@ Gluon is where Triton lets a kernel say which warps copy and which multiply. Whe
 import triton.language as tl
 
 try:
-    from triton._C.libtriton import ir
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language._core import builtin
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -21,14 +19,19 @@ try:
     tma_store = tl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
     group_barrier = tl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
 
-    @builtin
-    def _add(desc, coordinates, source, _semantic=None):
-        """What Triton 3.8 calls `async_atomic_add`; the compiler knew it before."""
-        at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-        _semantic.builder.create_async_tma_reduce(kind, desc.handle, at, source.handle)
+    if hasattr(tma, "async_atomic_add"):
+        tma_add = tl.constexpr(tma.async_atomic_add)
+    else:  # before Triton 3.8 Gluon has no name for what the compiler knows
+        from triton._C.libtriton import ir
+        from triton.experimental.gluon.language._core import builtin
 
-    tma_add = tl.constexpr(getattr(tma, "async_atomic_add", None) or _add)
+        @builtin
+        def _add(desc, coordinates, source, _semantic=None):
+            at = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+            kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+            _semantic.builder.create_async_tma_reduce(kind, desc.handle, at, source.handle)
+
+        tma_add = tl.constexpr(_add)
 except (ImportError, AttributeError) as problem:
     WHY_NOT = f"this Triton has no Gluon for sm_90: {problem}"
     gl = mbarrier = tma = tma_load = tma_store = tma_add = group_barrier = None

@@ -16,6 +16,17 @@ from inductor_gqa.kernels import plan
 
 
 @contextlib.contextmanager
+def deterministic_algorithms():
+    """New memory then starts as NaN: what a kernel leaves unwritten, and another reads, shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
 def checked_addresses():
     """Yields a `plan.execute` that raises on the first address outside of the plan's tensors."""
     spans = []

@@ -1,6 +1,5 @@
 """The attention of few queries against the oracle, in the interpreter or on a GPU."""
 
-import contextlib
 import dataclasses
 import math
 
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.attentions import DTYPES, cases
-from kernels.bounds import checked_addresses
+from kernels.bounds import checked_addresses, deterministic_algorithms
 from kernels.compile_claims import assert_compiles
 from kernels.oracle import Case, errors_of
 
@@ -22,19 +21,8 @@ SMALL = (Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1))
 LOWEST = torch.finfo(torch.bfloat16).min
 
 
-@contextlib.contextmanager
-def memory_starts_as_nan():
-    """What a kernel leaves unwritten in a new tensor, and another reads, shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def decoded(case, **choices):
-    with memory_starts_as_nan():
+    with deterministic_algorithms():
         return attention_decode(case.q, case.k, case.v, choices=Choices(**choices), **case.keywords)
 
 

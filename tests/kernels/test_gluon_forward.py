@@ -5,14 +5,14 @@ import math
 
 import pytest
 import torch
+from kernels.bounds import deterministic_algorithms
 from kernels.oracle import rotate
-from kernels.test_decode import memory_starts_as_nan
 
 from inductor_gqa.kernels import gluon_tiles
 from inductor_gqa.kernels.gluon_backward import (
+    can_sweep,
     plan_backward_sm90,
     split_of,
-    sweeps_of,
     usable_backward,
 )
 from inductor_gqa.kernels.gluon_empty_rows import fill_empty_rows_kernel
@@ -236,7 +236,7 @@ def test_gradients_are_turned_back_by_the_fewest_launches(changes, split, before
     ],
 )
 def test_one_sweep_turns_queries_back_where_their_sums_are_rounded(changes, split, before, after):
-    subject = backward_of(attention(band_hi=0, **changes))
+    subject = backward_of(attention(D=64, band_hi=0, **changes))
     plan = plan_backward_sm90(subject, split=split, sweeps=True)
     assert [x.kernel.fn.__name__ for x in plan.launches] == [*before, *SWEEP, *after]
     assert plan.allocate["sums"].dtype == torch.float32
@@ -263,7 +263,7 @@ def test_sums_of_queries_start_at_zero_and_are_scaled_and_turned_back(L, interle
         dataclasses.replace(plan, launches=(by_name[name],), results=results)
         for name, results in (("pad_kernel", ("sums",)), ("finish_kernel", ("dq",)))
     )
-    with memory_starts_as_nan():
+    with deterministic_algorithms():
         assert bool((execute(pad, named)[0] == 0).all())
     left = {name: x for name, x in finish.allocate.items() if name != "sums"}
     (dq,) = execute(dataclasses.replace(finish, allocate=left), named | {"sums": sums})
@@ -275,13 +275,13 @@ def test_sums_of_queries_start_at_zero_and_are_scaled_and_turned_back(L, interle
 
 def test_one_sweep_is_taken_where_it_was_measured_faster():
     taken = {
-        (D, lo): sweeps_of(attention(D=D, band_lo=lo, band_hi=0))
+        (D, lo): can_sweep(attention(D=D, band_lo=lo, band_hi=0))
         for D in (64, 128)
         for lo in (None, -9)
     }
     assert [key for key, is_taken in taken.items() if is_taken] == [(64, None)]
-    with pytest.raises(ValueError, match="band_lo is -9, accepted by one sweep: None"):
-        plan_backward_sm90(backward_of(attention(band_lo=-9, band_hi=0)), sweeps=True)
+    with pytest.raises(ValueError, match="head dim is 128, band_lo -9, accepted by one sweep 64"):
+        plan_backward_sm90(backward_of(attention(D=128, band_lo=-9, band_hi=0)), sweeps=True)
 
 
 @pytest.mark.parametrize(

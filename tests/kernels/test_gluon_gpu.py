@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from kernels.bounds import deterministic_algorithms
 from kernels.oracle import Case, errors_of
 
 from inductor_gqa.kernels.forward import attention_forward
@@ -188,22 +189,28 @@ def test_equals_fp64_over_many_tiles(D):
     assert errors(case_of(4, 1111, 1333, 4, 8, D, band_hi=222)) == []
 
 
-def backward_of(case, split=None):
+def backward_of(case, **choices):
     inputs = (case.q, case.k, case.v)
     out, lse = attention_forward(*inputs, **case.keywords)
-    return attention_backward_sm90(case.grad_out, *inputs, out, lse, split=split, **case.keywords)
+    return attention_backward_sm90(case.grad_out, *inputs, out, lse, **choices, **case.keywords)
 
 
-def gradient_errors(case, split=None):
+def gradient_errors(case, **choices):
     case.grad_out = normal(*case.q.shape).to(case.q.dtype)
-    return errors_of(case, dict(zip(("dq", "dk", "dv"), backward_of(case, split), strict=True)))
+    results = backward_of(case, **choices)
+    return errors_of(case, dict(zip(("dq", "dk", "dv"), results, strict=True)))
 
 
-@pytest.mark.parametrize("D", [64, 128])
+WAYS = pytest.mark.parametrize(
+    ("D", "sweeps"), [(64, False), (64, True), (128, False)], ids=["64", "64-sweep", "128"]
+)
+
+
+@WAYS
 @pytest.mark.parametrize("split", [1, 2, 4])
 @pytest.mark.parametrize("width", ["none", "whole", "part", "k alone", "q alone"])
 @pytest.mark.parametrize(("L", "S", "band"), [(150, 150, {"band_hi": 0}), (129, 333, {})])
-def test_gradients_of_shared_groups_and_of_what_was_turned(L, S, band, width, split, D):
+def test_gradients_of_shared_groups_and_of_what_was_turned(L, S, band, width, split, D, sweeps):
     """Programs share a group or not; RoPE of the whole head, of interleaved pairs of its first
     half, of one of q and k."""
     keywords = dict(band)
@@ -214,14 +221,15 @@ def test_gradients_of_shared_groups_and_of_what_was_turned(L, S, band, width, sp
     if width not in ("none", "q alone"):
         keywords |= {"cos_k": cos[:, :S], "sin_k": sin[:, :S]}
     keywords |= {"rope_start": 0, "rope_interleaved": width == "part"}
-    assert gradient_errors(case_of(2, L, S, 2, 4, D, **keywords), split) == []
+    case = case_of(2, L, S, 2, 4, D, **keywords)
+    assert gradient_errors(case, split=split, sweeps=sweeps) == []
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@WAYS
 @pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
 @pytest.mark.parametrize("L", [*LENGTHS, 2048])
-def test_gradients_equal_fp64_at_any_length(L, band, D):
-    assert gradient_errors(case_of(2, L, L, 2, 4, D, **band)) == []
+def test_gradients_equal_fp64_at_any_length(L, band, D, sweeps):
+    assert gradient_errors(case_of(2, L, L, 2, 4, D, **band), sweeps=sweeps) == []
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -237,12 +245,8 @@ def test_gradients_within_a_band_equal_fp64(width, L, S, D):
 def test_twenty_backward_runs_give_the_same_bits_where_that_is_asked_for(D):
     case = case_of(2, 2048, 2048, 4, 4, D, band_hi=0)
     case.grad_out = normal(*case.q.shape)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         first, *again = (backward_of(case) for _ in range(21))
-    finally:
-        torch.use_deterministic_algorithms(before)
     for one in again:
         assert all(torch.equal(a, b) for a, b in zip(first, one, strict=True))
 
@@ -252,10 +256,10 @@ def test_twenty_backward_runs_give_the_same_bits_where_that_is_asked_for(D):
 @pytest.mark.parametrize("band", [{}, {"band_hi": 3}], ids=["all", "causal"])
 def test_gradients_of_one_sweep_equal_fp64_over_many_tiles(band, L, S, split):
     """Keys behind the last one, more tiles than programs, keys that no query sees."""
-    assert gradient_errors(case_of(3, L, S, 4, 8, 64, **band), split) == []
+    assert gradient_errors(case_of(3, L, S, 4, 8, 64, **band), split=split, sweeps=True) == []
 
 
 def test_keys_behind_the_last_one_weigh_nothing_however_low_the_scores():
     case = case_of(1, 256, 130, 1, 4, 64)
     case.q, case.k = case.q.abs() * 40, -case.k.abs() * 40
-    assert gradient_errors(case) == []
+    assert gradient_errors(case, sweeps=True) == []
