@@ -21,10 +21,11 @@ def run(*options):
 
 @pytest.mark.slow
 def test_every_variant_is_right_and_the_block_is_fused(tmp_path):
-    """Compiled beforehand: what was fused is counted where it was compiled."""
+    """Compiled beforehand: what was fused is counted where it was compiled. By one process;
+    that two share the work is claimed by test_bench_seeds.py."""
     out = tmp_path / "block.json"
     variants = "eager,plain,fused,sdpa"
-    done = run("--tiny", "--variants", variants, "--jobs", "2", "--out", str(out))
+    done = run("--tiny", "--variants", variants, "--jobs", "1", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert [(row["B"], row["L"]) for row in result["rows"]] == [(1, 19), (2, 16)]

@@ -20,11 +20,9 @@ CASES = {
         "D64-E64-fp32-causal-padded",
     ],
     90: [
-        "D64-E64-bf16-causal-padded-adds",
-        "D64-E64-bf16-bias-softcap-rope-doubles",
+        "D64-E64-bf16-causal-padded-adds-softcap-rope-doubles",
         "D64-E64-bf16-bias-keep-softcap",
-        "D96-E96-bf16-causal-padded",
-        "D96-E96-bf16-causal-sliced",
+        "D96-E96-bf16-causal-padded-sliced",
         "D160-E160-bf16-sliced",
         "D128-E128-bf16-causal-rope",
         "D128-E128-bf16-causal-pointers",
