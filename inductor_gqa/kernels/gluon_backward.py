@@ -14,7 +14,7 @@ import torch
 from inductor_gqa.kernels import rules
 from inductor_gqa.kernels.gluon_backward_keys import keys_sm90_kernel
 from inductor_gqa.kernels.gluon_backward_queries import queries_sm90_kernel
-from inductor_gqa.kernels.gluon_backward_sweep import BQ, sweep_sm90_kernel
+from inductor_gqa.kernels.gluon_backward_sweep import PIECES, sweep_sm90_kernel
 from inductor_gqa.kernels.gluon_ends import BM, finish_kernel, gather_kernel
 from inductor_gqa.kernels.gluon_forward import (
     LARGEST,
@@ -79,12 +79,6 @@ def _turns_queries_back(attention: Attention) -> bool:
     )
 
 
-def can_sweep(attention: Attention) -> bool:
-    """Whether the kernel of one sweep knows this attention, and then is faster than two halves: at
-    D = 128 its registers spill, and tiles of a window begin before row 0."""
-    return attention.sizes[5] == 64 and attention.band_lo is None
-
-
 def split_of(attention: Attention, multiprocessors: int) -> int:
     """Programs that share a group's sums: what ends first. One that is alone on its multiprocessor
     works for the heads of a group one after another; under a causal mask the first keys are seen by
@@ -114,14 +108,10 @@ def plan_backward_sm90(
     sweeps: bool = False,
 ) -> Plan:
     """Launches for a `usable_backward` attention. Results: dq, dk, dv. `split`: programs that share
-    a group, None: those that end first. `sweeps`: for what `can_sweep`, all gradients in one
-    launch, in which dQ is summed in fp32 in an order that varies."""
+    a group, None: those that end first. `sweeps`: all gradients in one launch, in which dQ is
+    summed in fp32 in an order that varies."""
     tensors = attention.tensors
     B, L, S, K, R, D, _ = attention.sizes
-    if sweeps and not can_sweep(attention):
-        raise ValueError(
-            f"head dim is {D}, band_lo {attention.band_lo}, accepted by one sweep 64 and None"
-        )
     split = split or split_of(attention, multiprocessors)
     scratch, rotation, names = plan_rotation(attention)
     operands = {**tensors, **scratch}
@@ -143,8 +133,11 @@ def plan_backward_sm90(
         for name, is_done in (("q", turns_queries or sweeps), ("k", split > 1))
         if f"cos_{name}" in tensors and not is_done
     }
+    blocks = 0
     if sweeps:
-        scratch["sums"] = dataclasses.replace(outputs["dq"], dtype=torch.float32)
+        # Of 64 queries and lanes 4096 numbers, in the order of the registers that sum them.
+        blocks = -(-L // (ROWS * 128 // D)) * 2
+        scratch["sums"] = Operand.contiguous((B * K * R * blocks * 16, 256), torch.float32)
     scratch |= {slot: outputs[f"d{name}"] for name, slot in left.items()}
 
     boxes = {
@@ -156,12 +149,14 @@ def plan_backward_sm90(
     for name, x in outputs.items():
         boxes[f"{name}_desc"] = box(left.get(name[1], name), x, ROWS)
     if sweeps:
-        queries, rows = BQ.value, scratch["rows"]
+        queries, rows = ROWS * 128 // D, scratch["rows"]
         boxes |= {
             "q_desc": box(names["q"], operands[names["q"]], queries),
             "g_desc": box("grad_out", tensors["grad_out"], queries),
             "rows_desc": Descriptor("rows", rows.shape, rows.strides, (1, 2, queries)),
-            "dq_desc": box("sums", scratch["sums"], ROWS),
+            "dq_desc": Descriptor(
+                "sums", scratch["sums"].shape, scratch["sums"].strides, (16 // PIECES.value, 256)
+            ),
         }
     slots, numbers = _tables(tensors, "q")
     slots |= {"rows_ptr": "rows", "parts_ptr": "parts" if split > 1 else "rows"}
@@ -185,17 +180,18 @@ def plan_backward_sm90(
             is_early=True,
         )
 
-    numbers["EDGE"] = S % (2 * ROWS) != 0
     key_programs = keys // (2 * ROWS) * B * K * split
     if sweeps:
-        numbers["SLOTS"] = 2
+        # Tiles of keys in pairs of equal work, where a program has more than one.
+        pair = 2 if has_lo != has_hi and key_programs > multiprocessors else 1
+        numbers |= {"SLOTS": 2, "PAIR": pair, "EDGE": S % (2 * ROWS * pair) != 0}
         sums = (launch(sweep_sm90_kernel, key_programs), _finish_launch(attention))
     else:
         sums = (
             launch(keys_sm90_kernel, key_programs),
             launch(queries_sm90_kernel, -(-L // (2 * ROWS)) * B * K * R),
         )
-    launches = (*rotation, pad_launch(attention, row_tiles, sweeps), *sums)
+    launches = (*rotation, pad_launch(attention, row_tiles, blocks * 64 // D), *sums)
     if split > 1:
         launches += (_gather_launch(attention, split, keys),)
     if left:
@@ -215,10 +211,10 @@ def _finish_launch(attention: Attention) -> Launch:
     slots, named = _tables(attention.tensors, "q")
     slots |= {"sums_ptr": "sums", "dq_ptr": "dq"}
     cos = attention.tensors.get("cos_q")
-    named |= {"L": L, "scale": attention.scale, "H": K * R, "D": D, "ROWS": GATHER_ROWS}
+    named |= {"L": L, "scale": attention.scale, "H": K * R, "D": D}
     named |= {"START": attention.rope_start, "W": cos.shape[-1] if cos else 0}
     named |= {"INTERLEAVED": attention.rope_interleaved}
-    return Launch(finish_kernel, (-(-L // GATHER_ROWS) * B * K * R,), slots, named, 4, 1)
+    return Launch(finish_kernel, (-(-L // 16) * B * K * R,), slots, named, 4, 1)
 
 
 def _gather_launch(attention: Attention, split: int, padded: int) -> Launch:
@@ -249,8 +245,8 @@ def attention_backward_sm90(
     **numbers: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq_BLKRD, dk_BSKD, dv_BSKE, contiguous; `numbers` are those of
-    `backward.attention_backward`. `sweeps`: all gradients in one sweep, None: where that is faster
-    and `torch.use_deterministic_algorithms` does not forbid that dQ differs in its last bits.
+    `backward.attention_backward`. `sweeps`: all gradients in one sweep, None: where
+    `torch.use_deterministic_algorithms` does not forbid that dQ differs in its last bits.
 
     Raises ValueError with the reason where `usable_backward` gives one.
     """
@@ -264,7 +260,7 @@ def attention_backward_sm90(
     if reason is not None:
         raise ValueError(f"attention_backward_sm90: {reason}")
     if sweeps is None:
-        sweeps = can_sweep(attention) and not torch.are_deterministic_algorithms_enabled()
+        sweeps = not torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = execute_sm90(
         plan_backward_sm90(attention, multiprocessors, split, sweeps), tensors
     )

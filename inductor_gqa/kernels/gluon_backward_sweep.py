@@ -1,17 +1,17 @@
-"""dK, dV and dQ for sm_90 in one sweep: a copying warp and two groups of four warps.
+"""dK, dV and dQ for sm_90 in one sweep: a copying warp, two groups of four warps, an adding warp.
 
-For D = 64: at 128 registers spill. A program holds 2 x 64 keys and walks over the queries of their
-group: five products instead of the seven of two halves (`gluon_backward_keys`,
-`gluon_backward_queries`). S and dP are computed with keys as rows, so that P and dS go from
-registers into dV and dK; dS also goes through shared memory to the product with K. Each group makes
-dQ of 64 queries of a tile from the dS of both, and the copy engine adds it to what other programs
-have added in fp32, in an order that differs from run to run: `torch.use_deterministic_algorithms`
-keeps to the halves.
+A program holds 2 x 64 keys and walks over the queries of their group: five products instead of the
+seven of two halves (`gluon_backward_keys`, `gluon_backward_queries`). S and dP are computed with
+keys as rows, so that P and dS go from registers into dV and dK; dS also goes through shared memory
+to the product with K. Of dQ each group makes 64 x 64 numbers from the dS of both, a tile later:
+under the exponentials of the next one, when the other group's dS is there. The copy engine adds it
+to what other programs have added in fp32, in an order that differs from run to run:
+`torch.use_deterministic_algorithms` keeps to the halves.
 """
 
 import triton.language as tl
 
-from inductor_gqa.kernels.gluon_backward_keys import LN2, key_tile_at
+from inductor_gqa.kernels.gluon_backward_keys import LN2
 from inductor_gqa.kernels.gluon_ends import BM, leave, store_part
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
@@ -23,7 +23,6 @@ from inductor_gqa.kernels.gluon_tiles import (
     jit,
     keys_of,
     mbarrier,
-    my_tiles,
     tma,
     tma_add,
     tma_load,
@@ -36,134 +35,229 @@ if WHY_NOT is None:
         warpgroup_mma_wait,
     )
 
-# Barriers: held K and V full, then empty; by group, dS full, dS empty, dQ full, dQ empty; then, a
-# slot each, Q with its LSE and delta full, dO full, and both empty.
+# Barriers: held K and V full, then empty; by group and buffer, dS full, dS empty; by group, dQ
+# full, dQ empty; then, a slot each, Q with its LSE and delta full, dO full, and both empty.
 HELD_FULL, HELD_EMPTY = tl.constexpr(0), tl.constexpr(1)
-DS_FULL, DS_EMPTY = tl.constexpr(2), tl.constexpr(4)
-DQ_FULL, DQ_EMPTY, Q_FULL = tl.constexpr(6), tl.constexpr(8), tl.constexpr(10)
-BQ = tl.constexpr(2 * BM.value)  # queries in a tile, half of them at a time
+DS_FULL, DS_EMPTY = tl.constexpr(2), tl.constexpr(6)
+DQ_FULL, DQ_EMPTY, Q_FULL = tl.constexpr(10), tl.constexpr(12), tl.constexpr(14)
+PIECES = tl.constexpr(4)  # boxes of 4 x 256 numbers in which a group's dQ of a tile leaves
+
+
+@jit
+def units(S, B, PARTS: tl.constexpr, PAIR: tl.constexpr):
+    """How many tiles of keys this program works on, see `unit_at`."""
+    all_of_them = gl.cdiv(S, 2 * BM * PAIR) * B * PARTS
+    return gl.cdiv(gl.maximum(all_of_them - gl.program_id(0), 0), gl.num_programs(0)) * PAIR
+
+
+@jit
+def unit_at(i, S, B, PARTS: tl.constexpr, PAIR: tl.constexpr):
+    """The i-th unit of this program: batch, share of a group, first key.
+
+    As many groups as fill the device after one another: programs that run together read the same
+    queries and add to the same sums, which L2 then holds. Of a pair, the first key is as far from
+    the first as that of the other from the last, which under a causal mask is as much work for
+    every pair; the last may lie behind all keys.
+    """
+    tiles = gl.cdiv(S, 2 * BM * PAIR)
+    groups = B * PARTS
+    t = i // PAIR * gl.num_programs(0) + gl.program_id(0)
+    together = gl.minimum(gl.cdiv(gl.num_programs(0), tiles), groups)
+    first = t // (together * tiles) * together
+    t -= first * tiles
+    together = gl.minimum(together, groups - first)
+    group = first + t % together
+    tile = t // together
+    if PAIR == 2:
+        tile = gl.where(i % 2 == 0, tile, 2 * tiles - 1 - tile)
+    return group // PARTS, group % PARTS, tile * (2 * BM)
+
+
+@jit
+def query_tiles(
+    tile_col, L, S, band_lo, band_hi,
+    BQ: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+):  # fmt: skip
+    """End of the queries that see these keys, a multiple of BQ, and the number of their tiles, one
+    at least: the band read the other way round."""
+    end, _ = keys_of(tile_col, S, L, -band_hi, -band_lo, 2 * BM, BQ, HAS_HI, HAS_LO)
+    end = gl.maximum(gl.minimum(gl.cdiv(end, BQ), gl.cdiv(L, BQ)), 1) * BQ
+    begin = tile_col * 0
+    if HAS_HI:
+        begin = gl.maximum(begin, tile_col - band_hi)
+    return end, gl.cdiv(gl.maximum(end - begin, 1), BQ)
+
+
+@jit
+def queries_of(W: tl.constexpr, held_smem, ds_smem, seen, nil, zeros, D: tl.constexpr):
+    """A group's share of dQ of a tile, begun: half of the lanes for all queries, or all lanes for
+    half of the queries."""
+    SUBS: gl.constexpr = 128 // D
+    LANE: gl.constexpr = W * BM * (2 - SUBS)
+    k = held_smem.index(W + nil).reshape([BM, D]).slice(LANE, BM, 1)
+    k_other = held_smem.index(1 - W + nil).reshape([BM, D]).slice(LANE, BM, 1)
+    at = ((seen & 1) * SUBS + W * (SUBS - 1)) * 2
+    ds = ds_smem.index(at + W).permute((1, 0))
+    dq = warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+    ds = ds_smem.index(at + 1 - W).permute((1, 0))
+    return warpgroup_mma(ds, k_other, dq, is_async=True)
+
+
+@jit
+def publish(W: tl.constexpr, dq, dq_smem, bars, seen):
+    """dQ of a tile to the adder, and its dS back to the group that made it. What a thread holds is
+    stored as four numbers at one address at a time; `finish_kernel` puts it in order."""
+    group_barrier()
+    mbarrier.arrive(bars.index(DS_EMPTY + 2 * (1 - W) + (seen & 1)), count=1)
+    mbarrier.wait(bars.index(DQ_EMPTY + W), (seen & 1) ^ 1)
+    dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
+    dq_smem.index(W).store(dq)
+    fence_async_shared()
+    hand_back(bars.index(DQ_FULL + W))
 
 
 @jit
 def sweep_consumer(
     W: tl.constexpr, held_smem, smem, rows_smem, ds_smem, dq_smem, bars, dk_desc, dv_desc,
     parts_ptr, sizes, unit: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    SLOTS: tl.constexpr, HAS_HI: tl.constexpr, SPLIT: tl.constexpr, EDGE: tl.constexpr,
+    SLOTS: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, SPLIT: tl.constexpr,
+    PAIR: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = K * SPLIT
     HEADS: gl.constexpr = R // SPLIT
+    SUBS: gl.constexpr = 128 // D  # of 64 queries, in a tile
+    BQ: gl.constexpr = BM * SUBS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, G_LAYOUT, 2)
-    B, L, S, band_hi = sizes
-    k = held_smem.index(W).reshape([BM, D])
-    v = held_smem.index(2 + W).reshape([BM, D])
-    k_other = held_smem.index(1 - W).reshape([BM, D])
-    # By half of the queries and group of keys; a group makes dQ of the W-th half.
-    ds_mine = ds_smem.index(W * 2 + W).permute((1, 0))
-    ds_other = ds_smem.index(W * 2 + 1 - W).permute((1, 0))
+    B, L, S, band_lo, band_hi = sizes
     zeros = gl.zeros([BM, BM], gl.float32, layout=S_LAYOUT)
     seen = 0
-    for i in range(my_tiles(gl.cdiv(S, 2 * BM) * B * PARTS)):
-        b, part, tile_col = key_tile_at(i, S, B, PARTS, HAS_HI)
-        # Queries that see these keys: the band read the other way round.
-        end, n = keys_of(tile_col, S, L, -band_hi, 0, 2 * BM, BQ, HAS_HI, False)
+    for i in range(units(S, B, PARTS, PAIR)):
+        b, part, tile_col = unit_at(i, S, B, PARTS, PAIR)
+        end, n = query_tiles(tile_col, L, S, band_lo, band_hi, BQ, HAS_LO, HAS_HI)
         col0 = tile_col + W * BM
         dk = gl.zeros([BM, D], gl.float32, layout=G_LAYOUT)
         dv = gl.zeros([BM, D], gl.float32, layout=G_LAYOUT)
         mbarrier.wait(bars.index(HELD_FULL), i & 1)
+        row0 = end
         for t in range(HEADS * n):
-            row0 = end - (t % n + 1) * BQ
+            row0 = gl.where(row0 == end - n * BQ, end, row0) - BQ
             slot = seen % SLOTS
             full = (seen // SLOTS) & 1
+            buffer = seen & 1
+            used = ((seen >> 1) & 1) ^ 1
             rows = rows_smem.index(slot).reshape([2, BQ])
-            for sub in gl.static_range(2):
+            # Always 0, unknown to the compiler: it would keep what it computes of these addresses.
+            nil = seen >> 30
+            k = held_smem.index(W + nil).reshape([BM, D])
+            v = held_smem.index(2 + W + nil).reshape([BM, D])
+            for sub in gl.static_range(SUBS):
                 q = smem.index(slot).reshape([BQ, D]).slice(sub * BM, BM)
                 g = smem.index(SLOTS + slot).reshape([BQ, D]).slice(sub * BM, BM)
                 if sub == 0:
                     mbarrier.wait(bars.index(Q_FULL + slot), full)
-                # s - LSE and dP - delta in one: the sums start from what is subtracted.
-                s = zeros - rows.slice(0, 1).slice(sub * BM, BM, 1).load(S_LAYOUT)
-                s = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+                s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                if sub == 0:
+                    # Of the tile before; in front of the first one nothing of meaning.
+                    if t > 0:
+                        mbarrier.wait(
+                            bars.index(DS_FULL + 2 * (1 - W) + 1 - buffer), ((seen - 1) >> 1) & 1
+                        )
+                    dq = queries_of(W, held_smem, ds_smem, seen - 1, nil, zeros, D)
+                lse = rows.slice(0, 1).slice(sub * BM, BM, 1).load(S_LAYOUT)
+                # Products finish in order: S is there, dQ of the tile before still runs.
+                s = warpgroup_mma_wait(num_outstanding=2 if sub == 0 else 0, deps=(s,))
+                x = s * unit - lse
+                row = row0 + sub * BM
+                is_edge = False
+                if HAS_HI:
+                    is_edge = row + band_hi < col0 + BM - 1
+                if HAS_LO:
+                    is_edge = is_edge | (row + BM - 1 + band_lo > col0)
+                if EDGE:
+                    is_edge = is_edge | (col0 + BM > S)
+                if is_edge:
+                    if HAS_HI or HAS_LO:
+                        x = hidden_scores(
+                            x, 0, col0, row, L, -band_hi, -band_lo, HAS_HI, HAS_LO, HAS_HI, False
+                        )
+                    if EDGE:
+                        # Keys behind the last score 0, which may be far above a row's LSE.
+                        keys = col0 + gl.arange(0, BM, layout=gl.SliceLayout(1, S_LAYOUT))
+                        x = gl.where((keys < S)[:, None], x, -float("inf"))
+                p = gl.exp2(x)
+                pa = gl.convert_layout(p.to(smem.dtype), A_LAYOUT)
+                if sub == 0:
+                    dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+                    if t > 0:
+                        publish(W, dq, dq_smem, bars, seen - 1)
+                # dP - delta: the sums start from what is subtracted.
                 dp = zeros - rows.slice(1, 1).slice(sub * BM, BM, 1).load(S_LAYOUT)
                 if sub == 0:
                     mbarrier.wait(bars.index(Q_FULL + SLOTS + slot), full)
                 dp = warpgroup_mma(v, g.permute((1, 0)), dp, is_async=True)
-                s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-                if HAS_HI:
-                    s = hidden_scores(
-                        s, 0, col0, row0 + sub * BM, L, -band_hi, 0, HAS_HI, False, True, False
-                    )  # fmt: skip
-                p = gl.exp2(s * unit)
-                if EDGE:  # noqa: SIM102
-                    # Keys behind the last score 0, which may be far above a row's LSE.
-                    if col0 + BM > S:
-                        keys = col0 + gl.arange(0, BM, layout=gl.SliceLayout(1, S_LAYOUT))
-                        p = gl.where((keys < S)[:, None], p, 0.0)
-                pa = gl.convert_layout(p.to(smem.dtype), A_LAYOUT)
                 dv = warpgroup_mma(pa, g, dv, is_async=True)
-                # Products finish in order: dP is there, P^T dO still runs.
                 dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
                 ds = (p * dp).to(smem.dtype)
                 if sub == 0:
-                    mbarrier.wait(bars.index(DS_EMPTY + W), (seen & 1) ^ 1)
-                ds_smem.index(sub * 2 + W).store(ds)
+                    mbarrier.wait(bars.index(DS_EMPTY + 2 * W + buffer), used)
+                ds_smem.index((buffer * SUBS + sub) * 2 + W).store(ds)
                 da = gl.convert_layout(ds, A_LAYOUT)
                 dk = warpgroup_mma(da, q, dk, is_async=True)
-                if sub == 0:
-                    dv, pa, dk, da = warpgroup_mma_wait(num_outstanding=0, deps=(dv, pa, dk, da))
-            fence_async_shared()
-            hand_back(bars.index(DS_FULL + W))
-            dq = warpgroup_mma(ds_mine, k, zeros, use_acc=False, is_async=True)
-            mbarrier.wait(bars.index(DS_FULL + 1 - W), seen & 1)
-            dq = warpgroup_mma(ds_other, k_other, dq, is_async=True)
-            dv, pa, dk, da, dq = warpgroup_mma_wait(num_outstanding=0, deps=(dv, pa, dk, da, dq))
-            group_barrier()
-            mbarrier.arrive(bars.index(Q_FULL + 2 * SLOTS + slot), count=1)
-            mbarrier.arrive(bars.index(DS_EMPTY + 1 - W), count=1)
-            mbarrier.wait(bars.index(DQ_EMPTY + W), (seen & 1) ^ 1)
-            dq_smem.index(W).reshape([BM, BM]).store(dq)
-            fence_async_shared()
-            hand_back(bars.index(DQ_FULL + W))
+                if sub + 1 == SUBS:
+                    fence_async_shared()
+                    hand_back(bars.index(DS_FULL + 2 * W + buffer))
+                dv, pa, dk, da = warpgroup_mma_wait(num_outstanding=0, deps=(dv, pa, dk, da))
+            hand_back(bars.index(Q_FULL + 2 * SLOTS + slot))
             seen += 1
-        if SPLIT > 1:
-            group_barrier()
-            share = (b * PARTS + part) * 2
-            store_part(parts_ptr, share + 1, col0, S, dv, D)
-            group_barrier()
-            store_part(parts_ptr, share, col0, S, dk, D)
-        else:
-            # V is the group's own; the other one may still read K.
-            leave(dv_desc, [b, col0, part, 0], held_smem.index(2 + W), dv, D)
-            tma.store_wait(pendings=0)
-            group_barrier()
-            leave(dk_desc, [b, col0, part, 0], held_smem.index(2 + W), dk * (unit * LN2), D)
-            tma.store_wait(pendings=0)
+        mbarrier.wait(bars.index(DS_FULL + 2 * (1 - W) + ((seen - 1) & 1)), ((seen - 1) >> 1) & 1)
+        dq = queries_of(W, held_smem, ds_smem, seen - 1, 0, zeros, D)
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+        publish(W, dq, dq_smem, bars, seen - 1)
+        if tile_col < S:
+            if SPLIT > 1:
+                group_barrier()
+                share = (b * PARTS + part) * 2
+                store_part(parts_ptr, share + 1, col0, S, dv, D)
+                group_barrier()
+                store_part(parts_ptr, share, col0, S, dk, D)
+            else:
+                # V is the group's own; the other one may still read K.
+                leave(dv_desc, [b, col0, part, 0], held_smem.index(2 + W), dv, D)
+                tma.store_wait(pendings=0)
+                group_barrier()
+                leave(dk_desc, [b, col0, part, 0], held_smem.index(2 + W), dk * (unit * LN2), D)
+                tma.store_wait(pendings=0)
         hand_back(bars.index(HELD_EMPTY))
 
 
 @jit
 def sweep_adder(
-    dq_desc, dq_smem, bars, sizes, K: tl.constexpr, R: tl.constexpr, HAS_HI: tl.constexpr,
-    SPLIT: tl.constexpr,
+    dq_desc, dq_smem, bars, sizes, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, SPLIT: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """Has the copy engine add what the groups made of dQ."""
     PARTS: gl.constexpr = K * SPLIT
     HEADS: gl.constexpr = R // SPLIT
-    B, L, S, band_hi = sizes
+    BQ: gl.constexpr = BM * (128 // D)
+    B, L, S, band_lo, band_hi = sizes
     seen = 0
-    for i in range(my_tiles(gl.cdiv(S, 2 * BM) * B * PARTS)):
-        b, part, tile_col = key_tile_at(i, S, B, PARTS, HAS_HI)
-        end, n = keys_of(tile_col, S, L, -band_hi, 0, 2 * BM, BQ, HAS_HI, False)
+    pieces = dq_smem._reinterpret(gl.float32, [2 * PIECES, 16 // PIECES, 256], dq_desc.layout)
+    for i in range(units(S, B, PARTS, PAIR)):
+        b, part, tile_col = unit_at(i, S, B, PARTS, PAIR)
+        end, n = query_tiles(tile_col, L, S, band_lo, band_hi, BQ, HAS_LO, HAS_HI)
         for t in range(HEADS * n):
-            h = part * HEADS + t // n
-            row0 = end - (t % n + 1) * BQ
+            h = b * (K * R) + part * HEADS + t // n
+            # Two blocks of 16 rows a tile.
+            block = h * gl.cdiv(L, BQ) + end // BQ - (t % n + 1)
             for w in gl.static_range(2):
                 mbarrier.wait(bars.index(DQ_FULL + w), seen & 1)
-                at = [b, row0 + w * BM, h // R, h % R, 0]
-                tma_add(dq_desc, at, dq_smem.index(w))
+                for piece in gl.static_range(PIECES):
+                    at = [block * 32 + w * 16 + piece * (16 // PIECES), 0]
+                    tma_add(dq_desc, at, pieces.index(w * PIECES + piece))
             for w in gl.static_range(2):
-                tma.store_wait(pendings=1 - w)
+                tma.store_wait(pendings=(1 - w) * PIECES)
                 mbarrier.arrive(bars.index(DQ_EMPTY + w), count=1)
             seen += 1
 
@@ -171,17 +265,18 @@ def sweep_adder(
 @jit
 def sweep_producer(
     k_desc, v_desc, q_desc, g_desc, rows_desc, held_smem, smem, rows_smem, bars, sizes,
-    K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, HAS_HI: tl.constexpr,
-    SPLIT: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr, SPLIT: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = K * SPLIT
     HEADS: gl.constexpr = R // SPLIT
-    B, L, S, band_hi = sizes
+    BQ: gl.constexpr = BM * (128 // D)
+    B, L, S, band_lo, band_hi = sizes
     held_full = bars.index(HELD_FULL)
     seen = 0
-    for i in range(my_tiles(gl.cdiv(S, 2 * BM) * B * PARTS)):
-        b, part, tile_col = key_tile_at(i, S, B, PARTS, HAS_HI)
-        end, n = keys_of(tile_col, S, L, -band_hi, 0, 2 * BM, BQ, HAS_HI, False)
+    for i in range(units(S, B, PARTS, PAIR)):
+        b, part, tile_col = unit_at(i, S, B, PARTS, PAIR)
+        end, n = query_tiles(tile_col, L, S, band_lo, band_hi, BQ, HAS_LO, HAS_HI)
         mbarrier.wait(bars.index(HELD_EMPTY), (i & 1) ^ 1)
         mbarrier.expect(held_full, 8 * BM * D)
         for w in gl.static_range(2):
@@ -205,20 +300,24 @@ def sweep_producer(
         seen += HEADS * n
 
 
-@jit(do_not_specialize=["B", "L", "S", "band_hi"])
+@jit(do_not_specialize=["B", "L", "S", "band_lo", "band_hi"])
 def sweep_sm90_kernel(
     k_desc, v_desc, q_desc, g_desc, rows_desc, dk_desc, dv_desc, dq_desc, parts_ptr,
-    B, L, S, band_hi, unit: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    SLOTS: tl.constexpr, HAS_HI: tl.constexpr, SPLIT: tl.constexpr, EDGE: tl.constexpr,
+    B, L, S, band_lo, band_hi, unit: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, SLOTS: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    SPLIT: tl.constexpr, PAIR: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     # As few objects as can be: each that a group knows is a register it lacks.
     DTYPE: gl.constexpr = k_desc.dtype
+    SUBS: gl.constexpr = 128 // D
+    BQ: gl.constexpr = BM * SUBS
+    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BM], DTYPE)
     held_smem = gl.allocate_shared_memory(DTYPE, [4, 1, BM, 1, D], k_desc.layout)
     smem = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, 1, BQ, 1, 1, D], q_desc.layout)
     rows_smem = gl.allocate_shared_memory(gl.float32, [SLOTS, 1, 2, BQ], rows_desc.layout)
-    ds_smem = gl.allocate_shared_memory(DTYPE, [4, BM, BM], DS_LAYOUT)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2, 1, BM, 1, 1, BM], dq_desc.layout)
+    ds_smem = gl.allocate_shared_memory(DTYPE, [4 * SUBS, BM, BM], DS_LAYOUT)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, 16, 256], LINEAR)
     bars = gl.allocate_shared_memory(gl.int64, [Q_FULL + 3 * SLOTS, 1], mbarrier.MBarrierLayout())
     for j in gl.static_range(Q_FULL + 2 * SLOTS):
         mbarrier.init(bars.index(j), count=2 if j == HELD_EMPTY else 1)
@@ -226,13 +325,15 @@ def sweep_sm90_kernel(
         mbarrier.init(bars.index(Q_FULL + 2 * SLOTS + j), count=2)
     fence_async_shared()
     begin_early()
-    sizes = (B, L, S, band_hi)
+    sizes = (B, L, S, band_lo, band_hi)
     gl.warp_specialize([
         (sweep_consumer, (0, held_smem, smem, rows_smem, ds_smem, dq_smem, bars, dk_desc, dv_desc,
-                          parts_ptr, sizes, unit, K, R, D, SLOTS, HAS_HI, SPLIT, EDGE)),
+                          parts_ptr, sizes, unit, K, R, D, SLOTS, HAS_LO, HAS_HI, SPLIT, PAIR,
+                          EDGE)),
         (sweep_consumer, (1, held_smem, smem, rows_smem, ds_smem, dq_smem, bars, dk_desc, dv_desc,
-                          parts_ptr, sizes, unit, K, R, D, SLOTS, HAS_HI, SPLIT, EDGE)),
-        (sweep_adder, (dq_desc, dq_smem, bars, sizes, K, R, HAS_HI, SPLIT)),
+                          parts_ptr, sizes, unit, K, R, D, SLOTS, HAS_LO, HAS_HI, SPLIT, PAIR,
+                          EDGE)),
+        (sweep_adder, (dq_desc, dq_smem, bars, sizes, K, R, D, HAS_LO, HAS_HI, SPLIT, PAIR)),
         (sweep_producer, (k_desc, v_desc, q_desc, g_desc, rows_desc, held_smem, smem, rows_smem,
-                          bars, sizes, K, R, D, SLOTS, HAS_HI, SPLIT)),
+                          bars, sizes, K, R, D, SLOTS, HAS_LO, HAS_HI, SPLIT, PAIR)),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip

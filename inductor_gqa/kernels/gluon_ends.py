@@ -12,7 +12,7 @@ from inductor_gqa.kernels.gluon_tiles import (
     jit,
     tma_store,
 )
-from inductor_gqa.kernels.tiles import load_tile, store_tile
+from inductor_gqa.kernels.tiles import store_tile
 from inductor_gqa.kernels.weights_tiles import store_turned_back
 
 if WHY_NOT is None:
@@ -121,15 +121,27 @@ def finish_kernel(
     sums_ptr, dq_ptr, cos_ptr, sin_ptr,
     stride_cos_b, stride_cos_n, stride_cos_w, stride_sin_b, stride_sin_n, stride_sin_w,
     L, scale, H: tl.constexpr, D: tl.constexpr, START: tl.constexpr, W: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """dQ, turned back, from its sums in fp32; both are [B, L, H, D]. Grid: heads x row tiles."""
-    heads = tl.num_programs(0) // tl.cdiv(L, ROWS)
+    """dQ, turned back, from its sums in fp32. Grid: heads x tiles of 16 rows.
+
+    The sums of 64 rows and lanes lie as the registers held them: of each eighth of the lanes 16
+    rows after another, of these rows 0 to 7, in each row four pairs of lanes, after each pair that
+    of eight rows below. Such blocks fill tiles of 128 * 64 numbers, the lanes before the rows.
+    """
+    heads = tl.num_programs(0) // tl.cdiv(L, 16)
     bh = tl.program_id(0) % heads
-    rows = tl.program_id(0) // heads * ROWS + tl.arange(0, ROWS)
+    sixteen = tl.program_id(0) // heads
+    rows = sixteen * 16 + tl.arange(0, 16)
     b = (bh // H).to(tl.int64)
     first = (b * L * H + bh % H) * D
-    sums = load_tile(sums_ptr + first, rows, H * D, 1, L, 0, D, D)
+    BLOCKS: tl.constexpr = D // 64
+    blocks = tl.cdiv(L, 128 * 64 // D) * 2
+    block = bh.to(tl.int64) * blocks + sixteen // 4 * BLOCKS
+    eighths = tl.arange(0, BLOCKS * 8)[:, None] * 512 + tl.arange(0, 128)[None, :]
+    sums = tl.load(sums_ptr + block * 4096 + sixteen % 4 * 128 + eighths)
+    sums = tl.reshape(sums, [BLOCKS * 8, 8, 4, 2, 2]).permute(3, 1, 0, 2, 4)
+    sums = tl.reshape(sums, [16, D])
     store_turned_back(
         sums * scale, dq_ptr + first, rows, H * D, L,
         cos_ptr + b * stride_cos_b, sin_ptr + b * stride_sin_b,

@@ -17,12 +17,11 @@ TENSORS = ("out_ptr", "grad_out_ptr", "lse_ptr", "rows_ptr", "sums_ptr")
 def pad_kernel(
     out_ptr, grad_out_ptr, lse_ptr, rows_ptr, sums_ptr,
     stride_grad_out_b, stride_grad_out_l, stride_grad_out_k, stride_grad_out_r, stride_grad_out_e,
-    L, to_scores, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
-    SUMS: tl.constexpr,
+    L, to_scores, sums, K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """LSE of a head in units of scores, then delta = rowsum(dO * O), each with ROWS numbers in
-    front and behind, which make P and dS zero there; zeros to where dQ is summed. Grid: heads x
-    tiles, the padding included."""
+    """LSE of a head, times `to_scores`, then delta = rowsum(dO * O), each with ROWS numbers in
+    front and behind, which make P and dS zero there; zeros to the `sums` tiles of ROWS x E in which
+    dQ of a head is summed. Grid: heads x tiles, the padding included."""
     bh = tl.program_id(0)
     b = bh // (K * R)
     k = bh % (K * R) // R
@@ -43,18 +42,19 @@ def pad_kernel(
     at_rows = rows_ptr + bh.to(tl.int64) * 2 * padded + rows + ROWS
     tl.store(at_rows, lse * to_scores)
     tl.store(at_rows + padded, delta)
-    if SUMS:
-        zeros = tl.zeros([ROWS, E], tl.float32)
-        tl.store(sums_ptr + out_rows[:, None] * E + cols[None, :], zeros, mask=mask)
+    tile = tl.program_id(1) - 1
+    if (tile >= 0) & (tile < sums):
+        first = (bh.to(tl.int64) * sums + tile) * (ROWS * E)
+        tl.store(sums_ptr + first + tl.arange(0, ROWS * E), tl.zeros([ROWS * E], tl.float32))
 
 
-def pad_launch(attention: Attention, row_tiles: int, has_sums: bool) -> Launch:
-    """`row_tiles`: those of a head, the padding included."""
+def pad_launch(attention: Attention, row_tiles: int, sums: int) -> Launch:
+    """`row_tiles`: those of a head, the padding included. `sums`: those in which dQ is summed; the
+    kernel that sums takes LSE as it is, others take it in units of scores."""
     B, L, _, K, R, _, E = attention.sizes
     scalars: dict[str, Any] = named_strides("grad_out", attention.tensors["grad_out"], "blkre")
     scalars |= {"L": L, "K": K, "R": R, "E": E, "ROWS": ROWS}
-    scalars |= {"to_scores": 1 / (attention.scale * LOG2E)}
-    scalars["SUMS"] = has_sums
+    scalars |= {"to_scores": 1.0 if sums else 1 / (attention.scale * LOG2E), "sums": sums}
     slots = {name: name.removesuffix("_ptr") for name in TENSORS}
-    slots["sums_ptr"] = "sums" if has_sums else "rows"
+    slots["sums_ptr"] = "sums" if sums else "rows"
     return Launch(pad_kernel, (B * K * R, row_tiles), slots, scalars, 4, 1)

@@ -10,7 +10,6 @@ from kernels.oracle import rotate
 
 from inductor_gqa.kernels import gluon_tiles
 from inductor_gqa.kernels.gluon_backward import (
-    can_sweep,
     plan_backward_sm90,
     split_of,
     usable_backward,
@@ -245,10 +244,20 @@ def test_one_sweep_turns_queries_back_where_their_sums_are_rounded(changes, spli
     assert set(plan.allocate) <= written
 
 
+def as_summed(x_BLKRD):
+    """As the registers of a 64 x 64 product hold it: row and lane of a warp's thread are warp,
+    eight rows, row and eight lanes, pair, lane, of which a thread has two by two."""
+    D, L = x_BLKRD.shape[-1], x_BLKRD.shape[1]
+    queries = 128 * 64 // D
+    x = torch.nn.functional.pad(x_BLKRD.flatten(2, 3).transpose(1, 2), (0, 0, 0, -L % queries))
+    x = x.unflatten(-2, (-1, 4, 2, 8)).unflatten(-1, (-1, 8, 4, 2))
+    return x.permute(0, 1, 2, 6, 7, 3, 5, 8, 4, 9).reshape(-1, 256).contiguous()
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("L", [1, 37, 64])
-def test_sums_of_queries_start_at_zero_and_are_scaled_and_turned_back(L, interleaved, device):
-    D = 64
+@pytest.mark.parametrize("L", [1, 37, 64, 150])
+@pytest.mark.parametrize("D", [64, 128])
+def test_sums_of_queries_start_at_zero_and_are_scaled_and_turned_back(D, L, interleaved, device):
     q, sums = (torch.randn(B, L, K, R, D, device=device) for _ in range(2))
     cos, sin = (torch.randn(B, L, D, device=device) for _ in range(2))
     lse = torch.zeros(B, K, R, L, device=device)
@@ -266,22 +275,33 @@ def test_sums_of_queries_start_at_zero_and_are_scaled_and_turned_back(L, interle
     with deterministic_algorithms():
         assert bool((execute(pad, named)[0] == 0).all())
     left = {name: x for name, x in finish.allocate.items() if name != "sums"}
-    (dq,) = execute(dataclasses.replace(finish, allocate=left), named | {"sums": sums})
+    (dq,) = execute(dataclasses.replace(finish, allocate=left), named | {"sums": as_summed(sums)})
     x = q.double().requires_grad_()
     turned = rotate(x, cos.double(), sin.double(), 0, interleaved)
     (expected,) = torch.autograd.grad(turned, x, 0.25 * sums.double())
     torch.testing.assert_close(dq.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_one_sweep_is_taken_where_it_was_measured_faster():
-    taken = {
-        (D, lo): can_sweep(attention(D=D, band_lo=lo, band_hi=0))
-        for D in (64, 128)
-        for lo in (None, -9)
-    }
-    assert [key for key, is_taken in taken.items() if is_taken] == [(64, None)]
-    with pytest.raises(ValueError, match="head dim is 128, band_lo -9, accepted by one sweep 64"):
-        plan_backward_sm90(backward_of(attention(D=128, band_lo=-9, band_hi=0)), sweeps=True)
+@pytest.mark.parametrize(
+    ("S", "band", "pair", "edge"),
+    [
+        (8192, {"band_hi": 0}, 2, False),
+        (8192 - 128, {"band_hi": 0}, 2, True),  # the last pair is half empty
+        (8192, {"band_lo": 0}, 2, False),
+        (8192, {"band_lo": -9, "band_hi": 0}, 1, False),
+        (8192 - 128, {}, 1, False),
+        (1024, {"band_hi": 0}, 1, False),  # fewer tiles than programs
+    ],
+)
+def test_tiles_of_unequal_work_are_paired_where_a_program_has_several(S, band, pair, edge):
+    keys = Operand.contiguous((B, S, K, 64), torch.bfloat16)
+    query = Operand.contiguous((B, S, K, R, 64), torch.bfloat16)
+    operands = {"q": query, "out": query, "grad_out": query, "k": keys, "v": keys}
+    operands["lse"] = Operand.contiguous((B, K, R, S), torch.float32)
+    subject = Attention(operands, scale=0.1, capability=(9, 0), **band)
+    plan = plan_backward_sm90(subject, split=1, sweeps=True)
+    (sweep,) = (x for x in plan.launches if x.kernel.fn.__name__ == "sweep_sm90_kernel")
+    assert (sweep.scalars["PAIR"], sweep.scalars["EDGE"]) == (pair, edge)
 
 
 @pytest.mark.parametrize(

@@ -201,12 +201,11 @@ def gradient_errors(case, **choices):
     return errors_of(case, dict(zip(("dq", "dk", "dv"), results, strict=True)))
 
 
-WAYS = pytest.mark.parametrize(
-    ("D", "sweeps"), [(64, False), (64, True), (128, False)], ids=["64", "64-sweep", "128"]
-)
+WAYS = pytest.mark.parametrize("sweeps", [False, True], ids=["halves", "sweep"])
 
 
 @WAYS
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("split", [1, 2, 4])
 @pytest.mark.parametrize("width", ["none", "whole", "part", "k alone", "q alone"])
 @pytest.mark.parametrize(("L", "S", "band"), [(150, 150, {"band_hi": 0}), (129, 333, {})])
@@ -226,19 +225,21 @@ def test_gradients_of_shared_groups_and_of_what_was_turned(L, S, band, width, sp
 
 
 @WAYS
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
 @pytest.mark.parametrize("L", [*LENGTHS, 2048])
 def test_gradients_equal_fp64_at_any_length(L, band, D, sweeps):
     assert gradient_errors(case_of(2, L, L, 2, 4, D, **band), sweeps=sweeps) == []
 
 
+@WAYS
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(("L", "S"), [(1, 1000), (65, 129), (300, 1111)])
 @pytest.mark.parametrize("width", [None, 17, 200])
-def test_gradients_within_a_band_equal_fp64(width, L, S, D):
+def test_gradients_within_a_band_equal_fp64(width, L, S, D, sweeps):
     hi = S - L
     band = {"band_hi": hi} | ({} if width is None else {"band_lo": hi - width + 1})
-    assert gradient_errors(case_of(2, L, S, 2, 4, D, **band)) == []
+    assert gradient_errors(case_of(2, L, S, 2, 4, D, **band), sweeps=sweeps) == []
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -251,15 +252,23 @@ def test_twenty_backward_runs_give_the_same_bits_where_that_is_asked_for(D):
         assert all(torch.equal(a, b) for a, b in zip(first, one, strict=True))
 
 
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("split", [None, 1, 2, 8])
-@pytest.mark.parametrize(("L", "S"), [(1111, 1333), (64, 700), (700, 65)])
-@pytest.mark.parametrize("band", [{}, {"band_hi": 3}], ids=["all", "causal"])
-def test_gradients_of_one_sweep_equal_fp64_over_many_tiles(band, L, S, split):
-    """Keys behind the last one, more tiles than programs, keys that no query sees."""
-    assert gradient_errors(case_of(3, L, S, 4, 8, 64, **band), split=split, sweeps=True) == []
+@pytest.mark.parametrize(("L", "S"), [(777, 1111), (64, 700), (700, 65)])
+@pytest.mark.parametrize("band", ["all", "causal", "behind", "window"])
+def test_gradients_of_one_sweep_equal_fp64_over_many_tiles(band, L, S, split, D):
+    """Keys behind the last one, more tiles than programs, also in pairs of which one may lie behind
+    all keys, keys that no query sees; every query sees a key."""
+    keywords = {}
+    if band in ("causal", "window"):
+        keywords["band_hi"] = 3 if band == "causal" else max(S - L, 0) + 5
+    if band in ("behind", "window"):
+        keywords["band_lo"] = S - L - 3
+    assert gradient_errors(case_of(3, L, S, 4, 8, D, **keywords), split=split, sweeps=True) == []
 
 
-def test_keys_behind_the_last_one_weigh_nothing_however_low_the_scores():
-    case = case_of(1, 256, 130, 1, 4, 64)
+@pytest.mark.parametrize("D", [64, 128])
+def test_keys_behind_the_last_one_weigh_nothing_however_low_the_scores(D):
+    case = case_of(1, 256, 130, 1, 4, D)
     case.q, case.k = case.q.abs() * 40, -case.k.abs() * 40
     assert gradient_errors(case, sweeps=True) == []
