@@ -139,4 +139,32 @@ FAULTS_OF_KERNELS = (
         "(eights.to(gl.int64) * 8 + 8) * stride_s",
         "tests/kernels/test_gluon_tiles.py -k keeps_exactly",
     ),
+    Fault(
+        "of a pair of key tiles the second is the first",
+        "inductor_gqa/kernels/gluon_backward_sweep.py",
+        "tile = gl.where(i % 2 == 0, tile, 2 * tiles - 1 - tile)",
+        "tile = gl.where(i % 2 == 0, tile, tile)",
+        "tests/kernels/test_gluon_sweep.py -k taken_once",
+    ),
+    Fault(
+        "the first queries under a causal mask are skipped",
+        "inductor_gqa/kernels/gluon_backward_sweep.py",
+        "begin = gl.maximum(begin, tile_col - band_hi)",
+        "begin = gl.maximum(begin, tile_col + 2 * BM - band_hi)",
+        "tests/kernels/test_gluon_sweep.py -k hold_every",
+    ),
+    Fault(
+        "sums of dQ come back with lanes in another order",
+        "inductor_gqa/kernels/gluon_ends.py",
+        ".permute(3, 1, 0, 2, 4)",
+        ".permute(3, 1, 2, 0, 4)",
+        "tests/kernels/test_gluon_forward.py -k sums_of_queries",
+    ),
+    Fault(
+        "sums of dQ start at what memory held",
+        "inductor_gqa/kernels/gluon_rows.py",
+        "if (tile >= 0) & (tile < sums):",
+        "if (tile >= 0) & (tile < sums - 1):",
+        "tests/kernels/test_gluon_forward.py -k sums_of_queries",
+    ),
 )
