@@ -14,6 +14,7 @@ import triton.language as tl
 from inductor_gqa.kernels.gluon_backward_keys import LN2
 from inductor_gqa.kernels.gluon_ends import BM, leave, store_part
 from inductor_gqa.kernels.gluon_tiles import (
+    HAS_REINTERPRET,
     WHY_NOT,
     begin_early,
     gl,
@@ -243,7 +244,11 @@ def sweep_adder(
     BQ: gl.constexpr = BM * (128 // D)
     B, L, S, band_lo, band_hi = sizes
     seen = 0
-    pieces = dq_smem._reinterpret(gl.float32, [2 * PIECES, 16 // PIECES, 256], dq_desc.layout)
+    SHAPE: gl.constexpr = [2 * PIECES, 16 // PIECES, 256]
+    if HAS_REINTERPRET:
+        pieces = dq_smem.reinterpret(gl.float32, SHAPE, dq_desc.layout)
+    else:
+        pieces = dq_smem._reinterpret(gl.float32, SHAPE, dq_desc.layout)
     for i in range(units(S, B, PARTS, PAIR)):
         b, part, tile_col = unit_at(i, S, B, PARTS, PAIR)
         end, n = query_tiles(tile_col, L, S, band_lo, band_hi, BQ, HAS_LO, HAS_HI)

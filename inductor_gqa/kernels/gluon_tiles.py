@@ -18,6 +18,7 @@ try:
     tma_load = tl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
     tma_store = tl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
     group_barrier = tl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
+    HAS_REINTERPRET = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
     if hasattr(tma, "async_atomic_add"):
         tma_add = tl.constexpr(tma.async_atomic_add)
@@ -34,7 +35,7 @@ try:
         tma_add = tl.constexpr(_add)
 except (ImportError, AttributeError) as problem:
     WHY_NOT = f"this Triton has no Gluon for sm_90: {problem}"
-    gl = mbarrier = tma = tma_load = tma_store = tma_add = group_barrier = None
+    gl = mbarrier = tma = tma_load = tma_store = tma_add = group_barrier = HAS_REINTERPRET = None
 
     def jit(fn=None, **options):
         return fn or (lambda fn: fn)
