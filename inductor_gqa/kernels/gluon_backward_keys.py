@@ -10,12 +10,11 @@ are few, a group is shared by several programs, whose sums go to memory in fp32 
 
 import triton.language as tl
 
-from inductor_gqa.kernels.gluon_ends import BM, leave, padded_head, padded_rows, store_part
+from inductor_gqa.kernels.gluon_ends import BM, leave, padded_head, padded_rows, store_parts
 from inductor_gqa.kernels.gluon_tiles import (
     WHY_NOT,
     begin_early,
     gl,
-    group_barrier,
     hand_back,
     hidden_scores,
     jit,
@@ -112,11 +111,7 @@ def keys_consumer(
                 dv, pa, dk, da = warpgroup_mma_wait(num_outstanding=0, deps=(dv, pa, dk, da))
                 hand_back(bars.index(Q_FULL + 2 * SLOTS + slot))
         if SPLIT > 1:
-            group_barrier()
-            share = (b * PARTS + part) * 2
-            store_part(parts_ptr, share + 1, col0, S, dv, D)
-            group_barrier()
-            store_part(parts_ptr, share, col0, S, dk, D)
+            store_parts(parts_ptr, b * PARTS + part, col0, S, dk, dv, D)
         else:
             leave(dv_desc, [b, col0, part, 0], held_smem.index(2 + W), dv, D)
             leave(dk_desc, [b, col0, part, 0], held_smem.index(W), dk * (unit * LN2), D)

@@ -12,7 +12,8 @@ to what other programs have added in fp32, in an order that differs from run to 
 import triton.language as tl
 
 from inductor_gqa.kernels.gluon_backward_keys import LN2
-from inductor_gqa.kernels.gluon_ends import BM, leave, store_part
+from inductor_gqa.kernels.gluon_ends import BM, leave, store_parts
+from inductor_gqa.kernels.gluon_sweep_order import query_tiles, unit_at, units
 from inductor_gqa.kernels.gluon_tiles import (
     HAS_REINTERPRET,
     WHY_NOT,
@@ -22,7 +23,6 @@ from inductor_gqa.kernels.gluon_tiles import (
     hand_back,
     hidden_scores,
     jit,
-    keys_of,
     mbarrier,
     tma,
     tma_add,
@@ -41,52 +41,9 @@ if WHY_NOT is None:
 HELD_FULL, HELD_EMPTY = tl.constexpr(0), tl.constexpr(1)
 DS_FULL, DS_EMPTY = tl.constexpr(2), tl.constexpr(6)
 DQ_FULL, DQ_EMPTY, Q_FULL = tl.constexpr(10), tl.constexpr(12), tl.constexpr(14)
-PIECES = tl.constexpr(4)  # boxes of 4 x 256 numbers in which a group's dQ of a tile leaves
-
-
-@jit
-def units(S, B, PARTS: tl.constexpr, PAIR: tl.constexpr):
-    """How many tiles of keys this program works on, see `unit_at`."""
-    all_of_them = gl.cdiv(S, 2 * BM * PAIR) * B * PARTS
-    return gl.cdiv(gl.maximum(all_of_them - gl.program_id(0), 0), gl.num_programs(0)) * PAIR
-
-
-@jit
-def unit_at(i, S, B, PARTS: tl.constexpr, PAIR: tl.constexpr):
-    """The i-th unit of this program: batch, share of a group, first key.
-
-    As many groups as fill the device after one another: programs that run together read the same
-    queries and add to the same sums, which L2 then holds. Of a pair, the first key is as far from
-    the first as that of the other from the last, which under a causal mask is as much work for
-    every pair; the last may lie behind all keys.
-    """
-    tiles = gl.cdiv(S, 2 * BM * PAIR)
-    groups = B * PARTS
-    t = i // PAIR * gl.num_programs(0) + gl.program_id(0)
-    together = gl.minimum(gl.cdiv(gl.num_programs(0), tiles), groups)
-    first = t // (together * tiles) * together
-    t -= first * tiles
-    together = gl.minimum(together, groups - first)
-    group = first + t % together
-    tile = t // together
-    if PAIR == 2:
-        tile = gl.where(i % 2 == 0, tile, 2 * tiles - 1 - tile)
-    return group // PARTS, group % PARTS, tile * (2 * BM)
-
-
-@jit
-def query_tiles(
-    tile_col, L, S, band_lo, band_hi,
-    BQ: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
-):  # fmt: skip
-    """End of the queries that see these keys, a multiple of BQ, and the number of their tiles, one
-    at least: the band read the other way round."""
-    end, _ = keys_of(tile_col, S, L, -band_hi, -band_lo, 2 * BM, BQ, HAS_HI, HAS_LO)
-    end = gl.maximum(gl.minimum(gl.cdiv(end, BQ), gl.cdiv(L, BQ)), 1) * BQ
-    begin = tile_col * 0
-    if HAS_HI:
-        begin = gl.maximum(begin, tile_col - band_hi)
-    return end, gl.cdiv(gl.maximum(end - begin, 1), BQ)
+# Boxes of 4 x 256 numbers in which a group's dQ of a tile leaves: fewer than eight rows lie in
+# shared memory one after another, more are swizzled.
+PIECES = tl.constexpr(4)
 
 
 @jit
@@ -218,11 +175,7 @@ def sweep_consumer(
         publish(W, dq, dq_smem, bars, seen - 1)
         if tile_col < S:
             if SPLIT > 1:
-                group_barrier()
-                share = (b * PARTS + part) * 2
-                store_part(parts_ptr, share + 1, col0, S, dv, D)
-                group_barrier()
-                store_part(parts_ptr, share, col0, S, dk, D)
+                store_parts(parts_ptr, b * PARTS + part, col0, S, dk, dv, D)
             else:
                 # V is the group's own; the other one may still read K.
                 leave(dv_desc, [b, col0, part, 0], held_smem.index(2 + W), dv, D)

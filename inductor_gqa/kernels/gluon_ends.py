@@ -82,6 +82,15 @@ def store_part(ptr, part, row0, S, value, D: tl.constexpr):
     gl.store((ptr + (first + rows) * D) + cols, value)
 
 
+@jit
+def store_parts(ptr, share, row0, S, dk, dv, D: tl.constexpr):
+    """A share of dK, followed in memory by that of dV."""
+    group_barrier()
+    store_part(ptr, share * 2 + 1, row0, S, dv, D)
+    group_barrier()
+    store_part(ptr, share * 2, row0, S, dk, D)
+
+
 @triton.jit
 def gather_kernel(
     parts_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,

@@ -2,28 +2,22 @@
 meet; its numbers are held against fp64 on a GPU by test_gluon_gpu.py."""
 
 import itertools
-import types
 
 import pytest
-from kernels.test_gluon_tiles import Scalars
+from kernels.test_gluon_tiles import Scalars, in_python
 
-from inductor_gqa.kernels import gluon_backward_sweep, gluon_tiles
+from inductor_gqa.kernels import gluon_sweep_order, gluon_tiles
 
 pytestmark = pytest.mark.skipif(gluon_tiles.WHY_NOT is not None, reason=str(gluon_tiles.WHY_NOT))
 B, PARTS = 3, 4
-
-
-def in_python(function, scalars, **others):
-    names = function.fn.__globals__ | {"gl": scalars, "BM": 64} | others
-    return types.FunctionType(function.fn.__code__, names)
 
 
 def walks(S, programs, pair):
     """Of every program, the units that it works on."""
     for program in range(programs):
         scalars = Scalars(program, programs)
-        n = in_python(gluon_backward_sweep.units, scalars)(S, B, PARTS, pair)
-        unit_at = in_python(gluon_backward_sweep.unit_at, scalars)
+        n = in_python(gluon_sweep_order.units, scalars, BM=64)(S, B, PARTS, pair)
+        unit_at = in_python(gluon_sweep_order.unit_at, scalars, BM=64)
         yield [unit_at(i, S, B, PARTS, pair) for i in range(n)]
 
 
@@ -53,7 +47,7 @@ def test_programs_that_run_together_share_groups(pair, S):
 @pytest.mark.parametrize("BQ", [64, 128])
 def test_tiles_of_queries_hold_every_query_that_sees_a_key(BQ):
     keys_of = in_python(gluon_tiles.keys_of, Scalars())
-    query_tiles = in_python(gluon_backward_sweep.query_tiles, Scalars(), keys_of=keys_of)
+    query_tiles = in_python(gluon_sweep_order.query_tiles, Scalars(), BM=64, keys_of=keys_of)
     lengths = (1, 63, 64, 129, 300)
     bands = (None, -260, -64, -1, 0, 1, 37, 128, 400)
     for L, S, lo, hi in itertools.product(lengths, lengths, bands, bands):

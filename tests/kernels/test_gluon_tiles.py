@@ -39,9 +39,9 @@ class Scalars:
         return x if condition else y
 
 
-def in_python(function, scalars):
-    """A device function as a Python function on integers."""
-    names = function.fn.__globals__ | {"gl": scalars}
+def in_python(function, scalars, **others):
+    """A device function as a Python function on integers; `others`: further names it calls."""
+    names = function.fn.__globals__ | {"gl": scalars} | others
     return types.FunctionType(function.fn.__code__, names)
 
 

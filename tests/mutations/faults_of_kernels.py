@@ -141,14 +141,14 @@ FAULTS_OF_KERNELS = (
     ),
     Fault(
         "of a pair of key tiles the second is the first",
-        "inductor_gqa/kernels/gluon_backward_sweep.py",
+        "inductor_gqa/kernels/gluon_sweep_order.py",
         "tile = gl.where(i % 2 == 0, tile, 2 * tiles - 1 - tile)",
         "tile = gl.where(i % 2 == 0, tile, tile)",
         "tests/kernels/test_gluon_sweep.py -k taken_once",
     ),
     Fault(
         "the first queries under a causal mask are skipped",
-        "inductor_gqa/kernels/gluon_backward_sweep.py",
+        "inductor_gqa/kernels/gluon_sweep_order.py",
         "begin = gl.maximum(begin, tile_col - band_hi)",
         "begin = gl.maximum(begin, tile_col + 2 * BM - band_hi)",
         "tests/kernels/test_gluon_sweep.py -k hold_every",
