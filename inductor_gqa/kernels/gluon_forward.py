@@ -53,11 +53,13 @@ class Switches:
 
     `has_pingpong`: a token decides which group may issue products. `is_persistent`: one program per
     multiprocessor walks over the tiles. `rotates_q`: q is turned by the kernel, not by a launch.
+    `groups`: of warps, 2 or at D = 64 also 3, whose registers leave none to turn q.
     """
 
     has_pingpong: bool | None = None
     is_persistent: bool = True
     rotates_q: bool = True
+    groups: int | None = None
 
 
 def keys_per_tile(D: int) -> tuple[int, int]:
@@ -108,6 +110,29 @@ def why_not_copied(name: str, x: Operand) -> str | None:
     return None
 
 
+def groups_of(attention: Attention, multiprocessors: int) -> int:
+    """Groups of warps with which the last program is expected to end first.
+
+    At D = 64 three hide more of each other's softmax. They pay for rows that a tile has too many,
+    for tiles on the edge of a band, and for a launch that turns q. Times are in keys that two
+    groups visit (fitted to one H200, 16k tokens, S from 1024 to 16k).
+    """
+    B, L, S, K, R, D, _ = attention.sizes
+    tensors, band_hi = attention.tensors, attention.band_hi
+    if D != 64 or attention.band_lo is not None or "key_mask" in tensors:
+        return 2
+    keys = S if band_hi is None else min(S, L // 2 + band_hi + 1)  # that the middle row sees
+    if keys < 1024:
+        return 2
+
+    def ends(groups: int, cost: float, edge: int, turning: int) -> float:
+        rounds = -(-(-(-L // (groups * BM.value)) * B * K * R) // multiprocessors)
+        beside = edge * (band_hi is not None)
+        return rounds * (cost * (keys + beside) + turning * ("cos_q" in tensors))
+
+    return 3 if ends(3, 1.235, 800, 180) < ends(2, 1.0, 250, 0) else 2
+
+
 def _turns_q_inside(attention: Attention, switches: Switches) -> bool:
     """The kernel knows the half layout over all lanes, tables that lie alike, and D up to 128."""
     D = attention.sizes[5]
@@ -115,6 +140,7 @@ def _turns_q_inside(attention: Attention, switches: Switches) -> bool:
     return (
         switches.rotates_q
         and D <= 128
+        and switches.groups != 3
         and cos is not None
         and cos.shape[-1] == D
         and cos.strides == sin.strides
@@ -141,6 +167,14 @@ def box(slot: str, x: Operand, rows: int) -> Descriptor:
     return Descriptor(slot, x.shape, (*strides, 1), (1, rows, *ones, D))
 
 
+def checks_lower_edge(band_lo: int | None, band_hi: int | None, rows: int, BN: int) -> bool:
+    """Whether some scores are of keys below a band or before the first key, where tiles of BN keys
+    begin that end with the band of a tile's last row."""
+    if band_lo is not None:
+        return True
+    return band_hi is not None and (band_hi % BN != 0 or band_hi < 0 or rows % BN != 0)
+
+
 def plan_forward_sm90(
     attention: Attention, multiprocessors: int = 132, switches: Switches = Switches()
 ) -> Plan:
@@ -148,6 +182,9 @@ def plan_forward_sm90(
     tensors = attention.tensors
     B, L, S, K, R, D, E = attention.sizes
     BN, slots = keys_per_tile(D)
+    groups = switches.groups or groups_of(attention, multiprocessors)
+    switches = dataclasses.replace(switches, groups=groups)
+    rows = groups * BM.value
     turns_q = _turns_q_inside(attention, switches)
     scratch, launches, names = plan_rotation(_without_inner_rotation(attention, switches))
     operands = {**tensors, **scratch}
@@ -158,12 +195,8 @@ def plan_forward_sm90(
     }
     has_lo, has_hi = attention.band_lo is not None, attention.band_hi is not None
     band_hi = attention.band_hi or 0
-    if not (has_lo or has_hi) and turns_q:
-        # A band that hides nothing: without one, Triton repacks the probabilities of every tile,
-        # which is 8 % of the time at D = 64 (H200).
-        has_hi, band_hi = True, LARGEST
     has_key_mask = "key_mask" in tensors
-    n_tiles = -(-L // TILE_ROWS) * B * K * R
+    n_tiles = -(-L // rows) * B * K * R
     scalars: dict[str, Any] = named_strides("table", tensors["cos_q"] if turns_q else None, "blw")
     scalars |= named_strides("key_mask", tensors.get("key_mask"), "bs")
     scalars |= {
@@ -181,14 +214,14 @@ def plan_forward_sm90(
         "SLOTS": slots,
         "HAS_LO": has_lo,
         "HAS_HI": has_hi,
-        # Tiles that end on the band may begin before the first key.
-        "CHECK_LO": has_lo or (has_hi and (band_hi % BN != 0 or band_hi < 0)),
+        "CHECK_LO": checks_lower_edge(attention.band_lo, attention.band_hi, rows, BN),
         "KEY_MASK": has_key_mask,
         "MASK_FIRST": has_lo or has_hi or has_key_mask or S % BN != 0,
         "ROPE": turns_q,
         # D = 64 gains 4 to 8 % from the token, D = 128 nothing (H200).
         "PINGPONG": D == 64 if switches.has_pingpong is None else switches.has_pingpong,
         "Q_SLOTS": 1 if D == 256 else 2,
+        "GROUPS": groups,
     }
     pointers = {
         "lse_ptr": "lse",

@@ -57,12 +57,12 @@ def turner(
 @jit
 def copy_queries(
     i, q_desc, q_smem, q_copied, q_empty, B, L,
-    K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, Q_SLOTS: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, Q_SLOTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Of the i-th tile, for both groups."""
-    b, hk, r, row0 = tile_at(i, L, B, K, R, 2 * BM)
-    for w in gl.static_range(2):
-        slot = i % Q_SLOTS * 2 + w
+    """Of the i-th tile, for all groups."""
+    b, hk, r, row0 = tile_at(i, L, B, K, R, GROUPS * BM)
+    for w in gl.static_range(GROUPS):
+        slot = i % Q_SLOTS * GROUPS + w
         # A fresh barrier counts as having completed its odd phase: round one never waits.
         mbarrier.wait(q_empty.index(slot), ((i // Q_SLOTS) & 1) ^ 1)
         bar = q_copied.index(slot)
@@ -91,7 +91,7 @@ def copy_keys(
 @jit
 def producer(
     given, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
-    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, Q_SLOTS: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, Q_SLOTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Copies, queries a tile ahead."""
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_copied, q_empty, k_bars, v_bars, sizes = given
@@ -99,12 +99,12 @@ def producer(
     seen = 0
     count = my_tiles(n_tiles)
     if Q_SLOTS > 1:
-        copy_queries(0, q_desc, q_smem, q_copied, q_empty, B, L, K, R, D, Q_SLOTS)
+        copy_queries(0, q_desc, q_smem, q_copied, q_empty, B, L, K, R, D, Q_SLOTS, GROUPS)
     for i in range(count):
-        b, hk, _, row0 = tile_at(i, L, B, K, R, 2 * BM)
-        end, n = keys_of(row0, L, S, band_lo, band_hi, 2 * BM, BN, HAS_LO, HAS_HI)
+        b, hk, _, row0 = tile_at(i, L, B, K, R, GROUPS * BM)
+        end, n = keys_of(row0, L, S, band_lo, band_hi, GROUPS * BM, BN, HAS_LO, HAS_HI)
         if Q_SLOTS == 1:
-            copy_queries(i, q_desc, q_smem, q_copied, q_empty, B, L, K, R, D, Q_SLOTS)
+            copy_queries(i, q_desc, q_smem, q_copied, q_empty, B, L, K, R, D, Q_SLOTS, GROUPS)
         for t in range(n):
             copy_keys(
                 seen + t, b, end - (t + 1) * BN, hk, k_desc, v_desc, k_smem, v_smem, k_bars, v_bars,
@@ -113,5 +113,7 @@ def producer(
             if Q_SLOTS > 1:  # noqa: SIM102
                 # The first keys go before: no group waits for these queries yet.
                 if (t == 0) & (i + 1 < count):
-                    copy_queries(i + 1, q_desc, q_smem, q_copied, q_empty, B, L, K, R, D, Q_SLOTS)
+                    copy_queries(
+                        i + 1, q_desc, q_smem, q_copied, q_empty, B, L, K, R, D, Q_SLOTS, GROUPS
+                    )
         seen += n

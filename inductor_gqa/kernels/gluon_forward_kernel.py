@@ -1,10 +1,10 @@
-"""The forward kernel for sm_90: one warp copies, two groups of four warps multiply, and where q is
-rotated four more turn it, a tile ahead.
+"""The forward kernel for sm_90: one warp copies, two or three groups of four warps multiply, and
+beside two of them four more turn q where it is rotated, a tile ahead.
 
-O = softmax(scale Q K^T) V and LSE_BKRL in base 2. A program owns 2 x 64 query rows of one head at
-a time and walks over such tiles. Each group keeps scores, probabilities and accumulator of its 64
-rows in registers, and has the next scores multiplied before it turns these into probabilities; a
-finished tile leaves under the first product of the next. Rules it knows: a band of keys, a key
+O = softmax(scale Q K^T) V and LSE_BKRL in base 2. A program owns 64 query rows of one head for each
+group at a time and walks over such tiles. A group keeps scores, probabilities and accumulator of
+its rows in registers, and has the next scores multiplied before it turns these into probabilities;
+a finished tile leaves under the first product of the next. Rules it knows: a band of keys, a key
 mask, rotation of q. Structure after FlashAttention-3.
 """
 
@@ -40,10 +40,31 @@ if WHY_NOT is None:
 
 
 @jit
+def packed(s, DTYPE: tl.constexpr):
+    """Rounded pairs of neighbours, a register each. Loops that carry numbers of 16 bits take them
+    apart and together again in every round, as Triton (3.6) spells them."""
+    first, second = s.reshape([s.shape[0], s.shape[1] // 2, 2]).split()
+    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32" if gl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32"
+    return gl.inline_asm_elementwise(
+        CONVERT + " $0, $2, $1;", "=r,f,f", [first, second], gl.int32, True, 1
+    )
+
+
+@jit
+def unpacked(pairs, DTYPE: tl.constexpr, LAYOUT: tl.constexpr):
+    """What was packed, as the left operand of a product."""
+    first, second = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1
+    )
+    both = gl.join(first.to(DTYPE, bitcast=True), second.to(DTYPE, bitcast=True))
+    return gl.convert_layout(both.reshape([pairs.shape[0], 2 * pairs.shape[1]]), LAYOUT)
+
+
+@jit
 def next_tile(
-    p, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars, v_bars, token,
+    pairs, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars, v_bars, token,
     key_mask, sizes, unit, W: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-    SLOTS: tl.constexpr, PINGPONG: tl.constexpr, MASKED: tl.constexpr,
+    SLOTS: tl.constexpr, GROUPS: tl.constexpr, PINGPONG: tl.constexpr, MASKED: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
     S_LAYOUT: tl.constexpr, O_LAYOUT: tl.constexpr, P_LAYOUT: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +76,7 @@ def next_tile(
     slot = (seen + t) % SLOTS
     last = (seen + t - 1) % SLOTS
     no_scores = gl.zeros([BM, BN], gl.float32, layout=S_LAYOUT)
+    p = unpacked(pairs, k_smem.dtype, P_LAYOUT)
     mbarrier.wait(k_full.index(slot), ((seen + t) // SLOTS) & 1)
     if PINGPONG:
         mbarrier.wait(token.index(W), (turn + t - 1) & 1)
@@ -63,7 +85,7 @@ def next_tile(
     mbarrier.wait(v_full.index(last), ((seen + t - 1) // SLOTS) & 1)
     acc = warpgroup_mma(p, v_smem.index(last).reshape([BN, D]), acc, is_async=True)
     if PINGPONG:
-        mbarrier.arrive(token.index(1 - W), count=1)
+        mbarrier.arrive(token.index((W + 1) % GROUPS), count=1)
     words = 0
     if MASKED and KEY_MASK:
         words = packed_key_mask(key_mask, b, col0, S, BN)
@@ -80,21 +102,20 @@ def next_tile(
     hand_back(v_empty.index(last))
     # That product used the old maximum: bring it to the new one before the next is added.
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    p = gl.convert_layout(s.to(k_smem.dtype), P_LAYOUT)
-    return p, m, total, acc
+    return packed(s, k_smem.dtype), m, total, acc
 
 
 @jit
 def leave(
     acc, m, total, i, o_smem, o_desc, lse_ptr, sizes,
-    W: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A group's rows of the i-th tile to where they belong."""
     _, B, L, _, _, _ = sizes
-    b, hk, r, tile_row = tile_at(i, L, B, K, R, 2 * BM)
+    b, hk, r, tile_row = tile_at(i, L, B, K, R, GROUPS * BM)
     row0 = tile_row + W * BM
-    # A row without a visible key is 0 / 0 here and has LSE = -inf.
-    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None]
+    # A row without a visible key is 0 * inf here, NaN, and has LSE = -inf.
+    acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc.type.layout))[:, None]
     rows = row0 + gl.arange(0, BM, layout=m.type.layout)
     lse_rows = lse_ptr + ((b * K + hk) * R + r).to(gl.int64) * L + rows
     gl.store(lse_rows, m + gl.log2(total), mask=rows < L)
@@ -112,7 +133,7 @@ def consumer(
     W: tl.constexpr, given,
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
-    MASK_FIRST: tl.constexpr, PINGPONG: tl.constexpr, Q_SLOTS: tl.constexpr,
+    MASK_FIRST: tl.constexpr, PINGPONG: tl.constexpr, Q_SLOTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -120,6 +141,8 @@ def consumer(
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # With one buffer for Q there is none for O either, which then takes its place.
     SHARED_O: gl.constexpr = Q_SLOTS == 1
+    # Three groups have no registers for two tiles.
+    LATER: gl.constexpr = not SHARED_O and GROUPS == 2
     q_smem, k_smem, v_smem, o_smem, q_bars, k_bars, v_bars, token, o_desc, lse_ptr, key_mask, \
         sizes, unit = given  # fmt: skip
     n_tiles, B, L, S, band_lo, band_hi = sizes
@@ -134,19 +157,20 @@ def consumer(
     total = gl.full([BM], 0.0, gl.float32, layout=ROWS)
     count = my_tiles(n_tiles)
     for i in range(count):
-        b, _, _, tile_row = tile_at(i, L, B, K, R, 2 * BM)
-        end, n = keys_of(tile_row, L, S, band_lo, band_hi, 2 * BM, BN, HAS_LO, HAS_HI)
-        q_slot = i % Q_SLOTS * 2 + W
+        b, _, _, tile_row = tile_at(i, L, B, K, R, GROUPS * BM)
+        end, n = keys_of(tile_row, L, S, band_lo, band_hi, GROUPS * BM, BN, HAS_LO, HAS_HI)
+        q_slot = i % Q_SLOTS * GROUPS + W
         mbarrier.wait(q_full.index(q_slot), (i // Q_SLOTS) & 1)
         q = q_smem.index(q_slot).reshape([BM, D])
         slot = seen % SLOTS
         mbarrier.wait(k_full.index(slot), (seen // SLOTS) & 1)
         k = k_smem.index(slot).reshape([BN, D]).permute((1, 0))
         s = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-        if not SHARED_O:  # noqa: SIM102
+        if LATER:  # noqa: SIM102
             if i > 0:
                 leave(
-                    acc, m, total, i - 1, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D
+                    acc, m, total, i - 1, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D,
+                    GROUPS,
                 )  # fmt: skip
         row0 = tile_row + W * BM
         open_first, open_stop = open_tiles(
@@ -164,7 +188,7 @@ def consumer(
                 s, words, row0, end - BN, S, band_lo, band_hi, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK
             )
         s, m, total, _ = softmax_step(s, m, total, unit, MASK_FIRST)
-        p = gl.convert_layout(s.to(q_smem.dtype), P_LAYOUT)
+        pairs = packed(s, q_smem.dtype)
         acc = gl.zeros([BM, D], gl.float32, layout=O_LAYOUT)
 
         turn = seen - i  # tokens taken so far: none for a first tile
@@ -172,26 +196,27 @@ def consumer(
         MASK_ALL: gl.constexpr = KEY_MASK or (D == 256 and (HAS_LO or HAS_HI))
         if MASK_ALL:
             open_first = n
-        if MASK_ALL or (HAS_HI and BN < 2 * BM):
+        if MASK_ALL or (HAS_HI and BN < GROUPS * BM):
             for t in range(1, open_first):
-                p, m, total, acc = next_tile(
-                    p, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
-                    v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, PINGPONG, True,
+                pairs, m, total, acc = next_tile(
+                    pairs, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
+                    v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, GROUPS, PINGPONG, True,
                     HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         if not MASK_ALL:
             for t in range(open_first, open_stop):
-                p, m, total, acc = next_tile(
-                    p, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
-                    v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, PINGPONG, False,
+                pairs, m, total, acc = next_tile(
+                    pairs, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
+                    v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, GROUPS, PINGPONG, False,
                     HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
             if CHECK_LO:
                 for t in range(open_stop, n):
-                    p, m, total, acc = next_tile(
-                        p, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
-                        v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, PINGPONG, True,
-                        HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    pairs, m, total, acc = next_tile(
+                        pairs, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem,
+                        k_bars, v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, GROUPS,
+                        PINGPONG, True, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT,
+                        P_LAYOUT,
                     )  # fmt: skip
 
         seen += n
@@ -199,16 +224,32 @@ def consumer(
             hand_back(q_empty.index(q_slot))
         last = (seen - 1) % SLOTS
         mbarrier.wait(v_full.index(last), ((seen - 1) // SLOTS) & 1)
+        p = unpacked(pairs, q_smem.dtype, P_LAYOUT)
         acc = warpgroup_mma(p, v_smem.index(last).reshape([BN, D]), acc, is_async=True)
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
         hand_back(v_empty.index(last))
+        if not LATER:
+            leave(acc, m, total, i, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D, GROUPS)
         if SHARED_O:
-            leave(acc, m, total, i, q_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D)
             tma.store_wait(pendings=0)
             hand_back(q_empty.index(W))
-    if not SHARED_O:  # noqa: SIM102
+    if LATER:  # noqa: SIM102
         if count > 0:
-            leave(acc, m, total, count - 1, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D)
+            leave(
+                acc,
+                m,
+                total,
+                count - 1,
+                o_smem.index(W),
+                o_desc,
+                lse_ptr,
+                sizes,
+                W,
+                K,
+                R,
+                D,
+                GROUPS,
+            )
     tma.store_wait(pendings=0)
 
 
@@ -220,19 +261,20 @@ def forward_sm90_kernel(
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
     MASK_FIRST: tl.constexpr, ROPE: tl.constexpr, PINGPONG: tl.constexpr, Q_SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = k_desc.dtype
-    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * 2, 1, BM, 1, 1, D], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * GROUPS, 1, BM, 1, 1, D], q_desc.layout)
     o_smem = q_smem
     if Q_SLOTS > 1:
-        o_smem = gl.allocate_shared_memory(DTYPE, [2, 1, BM, 1, 1, D], o_desc.layout)
+        o_smem = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, BM, 1, 1, D], o_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BN, 1, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BN, 1, D], v_desc.layout)
     # Full is announced by the copy engine, empty by the groups that read: both of them for K and V.
-    q_full, q_empty = barriers(Q_SLOTS * 2, 1), barriers(Q_SLOTS * 2, 1)
-    k_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
-    v_bars = (barriers(SLOTS, 1), barriers(SLOTS, 2))
-    token = barriers(2, 1)
+    q_full, q_empty = barriers(Q_SLOTS * GROUPS, 1), barriers(Q_SLOTS * GROUPS, 1)
+    k_bars = (barriers(SLOTS, 1), barriers(SLOTS, GROUPS))
+    v_bars = (barriers(SLOTS, 1), barriers(SLOTS, GROUPS))
+    token = barriers(GROUPS, 1)
     fence_async_shared()
     begin_early()
     mbarrier.arrive(token.index(0), count=1)  # the first group goes first
@@ -243,7 +285,7 @@ def forward_sm90_kernel(
              lse_ptr, key_mask, sizes, unit)  # fmt: skip
     q_raw = q_full
     if ROPE:
-        q_raw = barriers(Q_SLOTS * 2, 1)
+        q_raw = barriers(Q_SLOTS * GROUPS, 1)
     copied = (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_raw, q_empty, k_bars, v_bars, sizes)
     turned = (q_smem, q_raw, q_full, tables, sizes)
     # What an argument divides by is known in the kernel's own warps only: those turn, which needs
@@ -252,16 +294,26 @@ def forward_sm90_kernel(
         gl.warp_specialize([
             (turner, (turned, K, R, D, Q_SLOTS)),
             (consumer, (0, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
             (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS)),
-            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS, GROUPS)),
         ], [4, 4, 1], [216, 216, 24])  # fmt: skip
+    elif GROUPS == 3:
+        gl.warp_specialize([
+            (consumer, (0, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
+            (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
+            (consumer, (2, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS, GROUPS)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
             (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS)),
-            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS, GROUPS)),
         ], [4, 1], [240, 24])  # fmt: skip

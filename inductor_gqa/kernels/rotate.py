@@ -1,5 +1,5 @@
-"""Rotary embedding: y = x * cos + sign * partner(x) * sin, in fp32, rounded once. Grid: query
-tiles, then key tiles.
+"""Rotary embedding: y = x * cos + sign * partner(x) * sin, in fp32, rounded once. Grid: rows of
+some heads of q, then of k. Heads share a program since their tables outweigh each one's rows.
 
 One launch writes rotated q_BLKRD and k_BSKD in the order of their indices, so that the attention
 kernels read both straight into the tensor cores: a q that is rotated in the attention's prologue
@@ -9,6 +9,7 @@ by the backward kernels to what they still hold in registers.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -16,7 +17,10 @@ import triton
 import triton.language as tl
 
 from inductor_gqa.kernels.plan import Attention, Launch, Operand, named_strides
-from inductor_gqa.kernels.tiles import head_offset, load_tile, offsets, store_tile
+from inductor_gqa.kernels.tiles import offsets, store_tile
+
+HEADS = 4  # of a program, at most
+TILE = 1024  # elements of a head that a program takes, at most
 
 
 @triton.jit
@@ -40,33 +44,76 @@ def load_lanes(ptr, rows, cols, seen, stride_row, stride_col, n_rows, OTHER: tl.
 
 
 @triton.jit
-def rotated_tile(
-    x_ptr, cos_ptr, sin_ptr, y_ptr, rows, n_rows,
-    stride_x, stride_xd, stride_cos, stride_cosw, stride_sin, stride_sinw, stride_y,
-    START: tl.constexpr, W: tl.constexpr, INTERLEAVED: tl.constexpr, ADJOINT: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr,
+def load_pairs(
+    at, inside, FIRST: tl.constexpr, W: tl.constexpr, stride, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """One head's rows. The partner is read once more: it hits L1, and no register moves. The
-    adjoint takes the partner's sine, negated."""
-    cols = tl.arange(0, WIDTH)
-    is_turned, partner, sign = lanes(cols, START, W, INTERLEAVED)
-    x = load_tile(x_ptr, rows, stride_x, stride_xd, n_rows, 0, WIDTH, D).to(tl.float32)
-    other = load_lanes(x_ptr, rows, partner, is_turned, stride_x, stride_xd, n_rows, 0.0)
-    cos = load_lanes(cos_ptr, rows, cols - START, is_turned, stride_cos, stride_cosw, n_rows, 1.0)
-    if ADJOINT:
-        cols_sin, sign = partner, -sign
+    """Both numbers of every pair in columns FIRST .. FIRST+W, each [HEADS, ROWS, PAIRS]. Addresses
+    and `inside` are of rows, [HEADS, ROWS, 1]."""
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * PAIRS)[None, None, :]
+        both = tl.load(at + offsets_of(FIRST + cols, stride), mask=inside & (cols < W), other=0.0)
+        x1, x2 = tl.split(tl.reshape(both, (HEADS, ROWS, PAIRS, 2)))
     else:
-        cols_sin = cols
-    sin = load_lanes(
-        sin_ptr, rows, cols_sin - START, is_turned, stride_sin, stride_sinw, n_rows, 0.0
-    )
-    y = x * cos + other * (sin * sign[None, :])
-    inside = (rows[:, None] < n_rows) & (cols < D)[None, :]
-    tl.store(
-        y_ptr + offsets(rows[:, None], cols[None, :], stride_y, 1),
-        y.to(y_ptr.dtype.element_ty),
-        mask=inside,
-    )
+        cols = tl.arange(0, PAIRS)[None, None, :]
+        inside = inside & (cols < W // 2)
+        x1 = tl.load(at + offsets_of(FIRST + cols, stride), mask=inside, other=0.0)
+        x2 = tl.load(at + offsets_of(FIRST + W // 2 + cols, stride), mask=inside, other=0.0)
+    return x1.to(tl.float32), x2.to(tl.float32)
+
+
+@triton.jit
+def offsets_of(i, stride):
+    return i.to(tl.int64) * stride
+
+
+@triton.jit
+def turn_heads(
+    x_ptr, cos_ptr, sin_ptr, y_ptr, b, head0, rows, n_rows,
+    stride_x_b, stride_x_k, stride_x_r, stride_x, stride_xd, stride_cos, stride_cosw, stride_sin,
+    stride_sinw,
+    H: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, PITCH: tl.constexpr, START: tl.constexpr, W: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ADJOINT: tl.constexpr,
+):  # fmt: skip
+    """Rows of HEADS heads, which are turned alike: their tables are read once."""
+    heads = (head0 + tl.arange(0, HEADS))[:, None, None]
+    rows = rows[None, :, None]
+    inside = (rows < n_rows) & (heads >= 0)
+    from_x = x_ptr + b.to(tl.int64) * stride_x_b + offsets_of(rows, stride_x)
+    from_x += offsets_of(heads // R, stride_x_k) + offsets_of(heads % R, stride_x_r)
+    to = y_ptr + offsets_of(b.to(tl.int64) * n_rows + rows, H * PITCH) + offsets_of(heads, PITCH)
+    if W:
+        x1, x2 = load_pairs(from_x, inside, START, W, stride_xd, HEADS, ROWS, PAIRS, INTERLEAVED)
+        once = rows < n_rows
+        cos1, cos2 = load_pairs(
+            cos_ptr + offsets_of(rows, stride_cos), once, 0, W, stride_cosw, 1, ROWS, PAIRS,
+            INTERLEAVED,
+        )  # fmt: skip
+        sin1, sin2 = load_pairs(
+            sin_ptr + offsets_of(rows, stride_sin), once, 0, W, stride_sinw, 1, ROWS, PAIRS,
+            INTERLEAVED,
+        )  # fmt: skip
+        if ADJOINT:  # takes the partner's sine, negated
+            y1 = x1 * cos1 + x2 * sin2
+            y2 = x2 * cos2 - x1 * sin1
+        else:
+            y1 = x1 * cos1 - x2 * sin1
+            y2 = x2 * cos2 + x1 * sin2
+        y1, y2 = y1.to(y_ptr.dtype.element_ty), y2.to(y_ptr.dtype.element_ty)
+        if INTERLEAVED:
+            cols = tl.arange(0, 2 * PAIRS)[None, None, :]
+            both = tl.reshape(tl.join(y1, y2), (HEADS, ROWS, 2 * PAIRS))
+            tl.store(to + (START + cols), both, mask=inside & (cols < W))
+        else:
+            cols = tl.arange(0, PAIRS)[None, None, :]
+            tl.store(to + (START + cols), y1, mask=inside & (cols < W // 2))
+            tl.store(to + (START + W // 2 + cols), y2, mask=inside & (cols < W // 2))
+    if W < D:
+        cols = tl.arange(0, WIDTH)[None, None, :]
+        is_kept = ((cols < START) | (cols >= START + W)) & (cols < D)
+        x = tl.load(from_x + offsets_of(cols, stride_xd), mask=inside & is_kept, other=0.0)
+        tl.store(to + cols, x.to(y_ptr.dtype.element_ty), mask=inside & is_kept)
 
 
 @triton.jit
@@ -79,37 +126,36 @@ def rotate_kernel(
     B, L, S, query_programs,
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     START: tl.constexpr, W_Q: tl.constexpr, W_K: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ADJOINT: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr,
+    ADJOINT: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest: neighbours share the rows of cos and sin in L2.
     pid = tl.program_id(0)
     if pid < query_programs:
-        b = pid // (K * R) % B
-        k = pid % (K * R) // R
-        r = pid % R
-        rows = pid // (K * R) // B * ROWS + tl.arange(0, ROWS)
-        rotated_tile(
-            q_ptr + head_offset(b, k, r, stride_q_b, stride_q_k, stride_q_r),
+        PARTS: tl.constexpr = K * R // Q_HEADS
+        b = pid // PARTS % B
+        turn_heads(
+            q_ptr,
             cos_q_ptr + b.to(tl.int64) * stride_cos_q_b,
             sin_q_ptr + b.to(tl.int64) * stride_sin_q_b,
-            q_out_ptr + (b.to(tl.int64) * L * K * R + k * R + r) * PITCH, rows, L,
-            stride_q_l, stride_q_d, stride_cos_q_l, stride_cos_q_w, stride_sin_q_l, stride_sin_q_w,
-            K * R * PITCH,
-            START, W_Q, INTERLEAVED, ADJOINT, D, WIDTH,
+            q_out_ptr, b, pid % PARTS * Q_HEADS, pid // PARTS // B * ROWS + tl.arange(0, ROWS), L,
+            stride_q_b, stride_q_k, stride_q_r, stride_q_l, stride_q_d, stride_cos_q_l,
+            stride_cos_q_w, stride_sin_q_l, stride_sin_q_w,
+            K * R, R, Q_HEADS, ROWS, D, WIDTH, PITCH, START, W_Q, PAIRS, INTERLEAVED, ADJOINT,
         )  # fmt: skip
     else:
-        pid -= query_programs
-        b = pid // K % B
-        k = pid % K
-        rows = pid // K // B * ROWS + tl.arange(0, ROWS)
-        rotated_tile(
-            k_ptr + head_offset(b, k, k, stride_k_b, stride_k_k, 0),
+        KEY_PARTS: tl.constexpr = K // K_HEADS
+        part = pid - query_programs
+        b = part // KEY_PARTS % B
+        turn_heads(
+            k_ptr,
             cos_k_ptr + b.to(tl.int64) * stride_cos_k_b,
             sin_k_ptr + b.to(tl.int64) * stride_sin_k_b,
-            k_out_ptr + (b.to(tl.int64) * S * K + k) * PITCH, rows, S,
-            stride_k_s, stride_k_d, stride_cos_k_s, stride_cos_k_w, stride_sin_k_s, stride_sin_k_w,
-            K * PITCH,
-            START, W_K, INTERLEAVED, ADJOINT, D, WIDTH,
+            k_out_ptr, b, part % KEY_PARTS * K_HEADS,
+            part // KEY_PARTS // B * ROWS + tl.arange(0, ROWS), S,
+            stride_k_b, stride_k_k, 0, stride_k_s, stride_k_d, stride_cos_k_s, stride_cos_k_w,
+            stride_sin_k_s, stride_sin_k_w,
+            K, 1, K_HEADS, ROWS, D, WIDTH, PITCH, START, W_K, PAIRS, INTERLEAVED, ADJOINT,
         )  # fmt: skip
 
 
@@ -169,22 +215,29 @@ def _launch(
     """Writes those of the pair (a tensor with query heads, one with key heads) that have a slot of
     their own in `names`."""
     tensors = attention.tensors
-    rows, query_slot, key_slot = 32, *pair
+    query_slot, key_slot = pair
     B, L, S, K, R, *_ = attention.sizes
     D = tensors[key_slot].shape[-1]
-    query_programs = -(-L // rows) * B * K * R if names[query_slot] != query_slot else 0
-    key_programs = -(-S // rows) * B * K if names[key_slot] != key_slot else 0
+    width = 1 << (D - 1).bit_length()
+    rows = max(1, TILE // width)
+    heads = {name: math.gcd(n, HEADS) for name, n in (("q", K * R), ("k", K))}
+    query_programs = -(-L // rows) * B * K * R // heads["q"]
+    key_programs = -(-S // rows) * B * K // heads["k"]
+    query_programs *= names[query_slot] != query_slot
+    key_programs *= names[key_slot] != key_slot
     scalars: dict[str, Any] = named_strides("q", tensors.get(query_slot), "blkrd")
     scalars |= named_strides("k", tensors[key_slot], "bskd")
     given = {name: x for name, x in tensors.items() if name[4:] in turned and name[4:] in pair}
     for name, letters in (("cos_q", "blw"), ("sin_q", "blw"), ("cos_k", "bsw"), ("sin_k", "bsw")):
         scalars |= named_strides(name, given.get(name), letters)
     scalars |= {"B": B, "L": L, "S": S, "query_programs": query_programs, "K": K, "R": R, "D": D}
-    scalars |= {"WIDTH": 1 << (D - 1).bit_length(), "ROWS": rows, "PITCH": pitch}
+    scalars |= {"WIDTH": width, "ROWS": rows, "PITCH": pitch}
+    scalars |= {"Q_HEADS": heads["q"], "K_HEADS": heads["k"]}
     scalars |= {"START": attention.rope_start, "INTERLEAVED": attention.rope_interleaved}
     scalars |= {"ADJOINT": is_adjoint}
     widths = {x: given[f"cos_{x}"].shape[-1] if f"cos_{x}" in given else 0 for x in ("q", "k")}
-    scalars |= {f"W_{x.upper()}": width for x, width in widths.items()}
+    scalars |= {f"W_{x.upper()}": W for x, W in widths.items()}
+    scalars |= {"PAIRS": 1 << (max(*widths.values(), 2) // 2 - 1).bit_length()}
     # What is absent is never read; a parameter must be some pointer.
     some = key_slot if query_slot not in tensors else query_slot
     slots = {"q_ptr": some, "k_ptr": key_slot}

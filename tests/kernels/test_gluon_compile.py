@@ -24,6 +24,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CASES = (
     "D64-bf16-causal-rope",
     "D64-fp16-window-padded",
+    "D64-bf16-three",
+    "D64-fp16-causal-rope-three",
     "D128-bf16-causal",
     "D128-bf16-offset-rope-pingpong",
     "D128-bf16-causal-rope",
@@ -73,7 +75,7 @@ def attention(case):
     if "rope" in names:
         tables = dict.fromkeys(("cos_q", "sin_q"), Operand.contiguous((B, L, D), torch.float32))
         tensors |= tables
-    switches = Switches(has_pingpong=True if "pingpong" in names else None)
+    switches = Switches(True if "pingpong" in names else None, groups=3 if "three" in names else 2)
     numbers = {"scale": D**-0.5, "band_lo": lo, "band_hi": hi, "capability": (9, 0)}
     numbers["precision"] = "tf32" if "weights" in names else "ieee"
     return Attention(tensors, **numbers), switches

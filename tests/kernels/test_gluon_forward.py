@@ -122,6 +122,47 @@ def test_q_is_rotated_by_a_launch_where_the_groups_cannot(changes):
     assert plan.launches[1].descriptors["q_desc"].slot == "q_rotated"
 
 
+def long_rows(L, D=64, batch=8, **numbers):
+    """Eight heads of which every row sees all or half of L keys."""
+    names = ("cos_q", "sin_q") if numbers.pop("rope", False) else ()
+    q = Operand.contiguous((batch, L, K, R, D), torch.bfloat16)
+    k = Operand.contiguous((batch, L, K, D), torch.bfloat16)
+    tensors = {"q": q, "k": k, "v": k}
+    tensors |= dict.fromkeys(names, Operand.contiguous((batch, L, D), torch.float32))
+    if numbers.pop("key_mask", False):
+        tensors["key_mask"] = Operand.contiguous((batch, L), torch.bool)
+    return plan_forward_sm90(Attention(tensors, scale=0.1, capability=(9, 0), **numbers))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "groups"),
+    [
+        ({"L": 1024}, 3),
+        ({"L": 1024, "rope": True}, 2),
+        ({"L": 2048, "rope": True}, 3),
+        ({"L": 512}, 2),
+        ({"L": 8192, "band_hi": 0, "rope": True}, 3),
+        ({"L": 4096, "band_hi": 0, "rope": True}, 2),
+        ({"L": 4096, "batch": 1}, 2),  # two rounds over the device, either way
+        ({"L": 8192, "D": 128}, 2),
+        ({"L": 8192, "key_mask": True}, 2),
+        ({"L": 16384, "band_hi": 0, "band_lo": -8192}, 2),
+    ],
+)
+def test_three_groups_multiply_long_rows_of_narrow_heads(numbers, groups):
+    launch = long_rows(**numbers).launches[-1]
+    assert launch.scalars["GROUPS"] == groups
+    tiles = -(-numbers["L"] // (64 * groups)) * K * R * numbers.get("batch", 8)
+    assert launch.scalars["n_tiles"] == tiles
+
+
+def test_three_groups_have_q_rotated_by_a_launch():
+    plan = long_rows(2048, rope=True)
+    assert plan.launches[0].scalars["W_Q"] == 64
+    assert plan.launches[1].descriptors["q_desc"].slot == "q_rotated"
+    assert not plan.launches[1].scalars["ROPE"]
+
+
 def test_rows_are_filled_only_where_some_may_be_empty():
     def kernels(**numbers):
         return [x.kernel for x in plan_forward_sm90(attention(**numbers)).launches]

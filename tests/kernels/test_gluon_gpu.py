@@ -20,6 +20,8 @@ pytestmark = [
 ]
 LENGTHS = (1, 63, 64, 65, 129, 1000)
 LOWEST = torch.finfo(torch.bfloat16).min
+# Head dims with each number of groups that multiply.
+GROUPS = pytest.mark.parametrize(("D", "groups"), [(64, 2), (64, 3), (128, 2), (256, 2)])
 
 
 @pytest.fixture(autouse=True)
@@ -56,22 +58,23 @@ def tables(B, N, D, dtype=torch.float32):
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@GROUPS
 @pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
 @pytest.mark.parametrize("L", LENGTHS)
-def test_equals_fp64_at_any_length(L, band, D):
-    assert errors(case_of(2, L, L, 2, 4, D, **band)) == []
+def test_equals_fp64_at_any_length(L, band, D, groups):
+    assert errors(case_of(2, L, L, 2, 4, D, **band), Switches(groups=groups)) == []
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@GROUPS
 @pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
-def test_equals_fp64_at_length_4096(band, D):
-    assert errors(case_of(1, 4096, 4096, 1, 2, D, **band)) == []
+def test_equals_fp64_at_length_4096(band, D, groups):
+    assert errors(case_of(1, 4096, 4096, 1, 2, D, **band), Switches(groups=groups)) == []
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_equals_fp64_in_half_precision(D):
-    assert errors(case_of(2, 1000, 1000, 2, 4, D, torch.float16, band_hi=0)) == []
+@GROUPS
+def test_equals_fp64_in_half_precision(D, groups):
+    case = case_of(2, 1000, 1000, 2, 4, D, torch.float16, band_hi=0)
+    assert errors(case, Switches(groups=groups)) == []
 
 
 @pytest.mark.parametrize("R", [1, 4, 8])
@@ -79,12 +82,13 @@ def test_equals_fp64_for_groups_of(R):
     assert errors(case_of(2, 300, 300, 3, R, 128, band_hi=0)) == []
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@GROUPS
 @pytest.mark.parametrize(("L", "S"), [(1, 1000), (65, 129), (129, 1000), (1000, 65), (300, 4096)])
-def test_causal_with_offset_equals_fp64(L, S, D):
+def test_causal_with_offset_equals_fp64(L, S, D, groups):
     """The offset aligns the ends; where L > S the first rows see nothing and are NaN."""
-    assert errors(case_of(2, L, S, 2, 4, D, band_hi=S - L)) == []
-    assert errors(case_of(2, L, S, 2, 4, D)) == []
+    switches = Switches(groups=groups)
+    assert errors(case_of(2, L, S, 2, 4, D, band_hi=S - L), switches) == []
+    assert errors(case_of(2, L, S, 2, 4, D), switches) == []
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -131,16 +135,16 @@ def test_heads_before_positions_equal_fp64():
     assert errors(case) == []
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@GROUPS
 @pytest.mark.parametrize("rotates_q", [True, False], ids=["inside", "launch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotated_attention_equals_fp64(dtype, rotates_q, D):
+def test_rotated_attention_equals_fp64(dtype, rotates_q, D, groups):
     B, L = 2, 333
     cos, sin = tables(1, L, D, dtype)
     cos, sin = cos.expand(B, L, D), sin.expand(B, L, D)
     keywords = {"cos_q": cos, "sin_q": sin, "cos_k": cos, "sin_k": sin, "band_hi": 0}
     case = case_of(B, L, L, 2, 4, D, **keywords)
-    assert errors(case, Switches(rotates_q=rotates_q)) == []
+    assert errors(case, Switches(rotates_q=rotates_q, groups=groups)) == []
 
 
 def test_a_rotated_q_may_have_strides_that_cannot_be_copied():
@@ -153,12 +157,12 @@ def test_a_rotated_q_may_have_strides_that_cannot_be_copied():
     assert errors(case) == []
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("D", "groups"), [(64, 2), (64, 3), (128, 2)])
 @pytest.mark.parametrize("has_pingpong", [False, True])
 @pytest.mark.parametrize("is_persistent", [False, True])
-def test_switches_do_not_change_a_bit(is_persistent, has_pingpong, D):
-    case = case_of(2, 2048, 2048, 2, 4, D, band_hi=0)
-    switches = Switches(has_pingpong=has_pingpong, is_persistent=is_persistent)
+def test_switches_do_not_change_a_bit(is_persistent, has_pingpong, D, groups):
+    case = case_of(2, 2048, 2048, 2, 4, D, band_hi=0 if groups == 2 else None)
+    switches = Switches(has_pingpong, is_persistent, groups=groups)
     plain = attention_forward_sm90(case.q, case.k, case.v, **case.keywords)
     other = attention_forward_sm90(case.q, case.k, case.v, switches=switches, **case.keywords)
     assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
@@ -183,10 +187,12 @@ def test_twenty_runs_give_the_same_bits(rules, D):
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_equals_fp64_over_many_tiles(D):
+@GROUPS
+@pytest.mark.parametrize("band_hi", [222, None])
+def test_equals_fp64_over_many_tiles(band_hi, D, groups):
     """Many more tiles than programs: order, slots and phases of the walk."""
-    assert errors(case_of(4, 1111, 1333, 4, 8, D, band_hi=222)) == []
+    case = case_of(4, 1111, 1333, 4, 8, D, band_hi=band_hi)
+    assert errors(case, Switches(groups=groups)) == []
 
 
 def backward_of(case, **choices):

@@ -13,7 +13,7 @@ import torch
 from kernels.oracle import rotate
 
 from inductor_gqa.kernels import gluon_tiles
-from inductor_gqa.kernels.gluon_forward import LARGEST
+from inductor_gqa.kernels.gluon_forward import LARGEST, checks_lower_edge
 
 pytestmark = pytest.mark.skipif(gluon_tiles.WHY_NOT is not None, reason=str(gluon_tiles.WHY_NOT))
 B, K, R = 2, 2, 4
@@ -45,24 +45,25 @@ def in_python(function, scalars, **others):
     return types.FunctionType(function.fn.__code__, names)
 
 
+@pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("BN", [64, 128])
-def test_visited_tiles_hold_every_visible_key_and_open_tiles_no_hidden_one(BN):
+def test_visited_tiles_hold_every_visible_key_and_open_tiles_no_hidden_one(BN, groups):
     keys_of = in_python(gluon_tiles.keys_of, Scalars())
     open_tiles = in_python(gluon_tiles.open_tiles, Scalars())
     lengths = (1, 63, 64, 129, 300)
     bands = (None, -260, -64, -1, 0, 1, 37, 128, 400)
     for L, S, lo, hi in itertools.product(lengths, lengths, bands, (*bands, LARGEST)):
         has_lo, has_hi = lo is not None, hi is not None
-        checks_lo = has_lo or (hi is not None and (hi % BN != 0 or hi < 0))
+        checks_lo = checks_lower_edge(lo, hi, 64 * groups, BN)
         band = (lo or 0, hi or 0)
-        for tile_row in range(0, L, 128):
-            end, n = keys_of(tile_row, L, S, *band, 128, BN, has_lo, has_hi)
+        for tile_row in range(0, L, 64 * groups):
+            end, n = keys_of(tile_row, L, S, *band, 64 * groups, BN, has_lo, has_hi)
             assert n >= 1
-            for row0 in (tile_row, tile_row + 64):
+            for row0 in range(tile_row, tile_row + 64 * groups, 64):
                 first, stop = open_tiles(end, n, row0, L, S, *band, 64, BN, has_lo, has_hi)
                 assert 1 <= first <= stop <= n
                 # The loops in front and behind exist only in variants that mask there.
-                assert first == 1 or (has_hi and BN < 128)
+                assert first == 1 or (has_hi and 64 * groups > BN)
                 assert stop == n or checks_lo
                 rows = range(row0, min(row0 + 64, L))
                 lowest = [max(0, i + lo if has_lo else 0) for i in rows]

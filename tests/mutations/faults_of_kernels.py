@@ -167,4 +167,25 @@ FAULTS_OF_KERNELS = (
         "if (tile >= 0) & (tile < sums - 1):",
         "tests/kernels/test_gluon_forward.py -k sums_of_queries",
     ),
+    Fault(
+        "rows of three groups see keys in front of the first one",
+        "inductor_gqa/kernels/gluon_forward.py",
+        "band_hi < 0 or rows % BN != 0)",
+        "band_hi < 0)",
+        "tests/kernels/test_gluon_tiles.py -k visited",
+    ),
+    Fault(
+        "the rotation's adjoint takes a lane's own sine",
+        "inductor_gqa/kernels/rotate.py",
+        "y1 = x1 * cos1 + x2 * sin2",
+        "y1 = x1 * cos1 + x2 * sin1",
+        "tests/kernels/test_rotate.py -k adjoint",
+    ),
+    Fault(
+        "heads of a program are turned into each other's place",
+        "inductor_gqa/kernels/rotate.py",
+        "offsets_of(heads, PITCH)",
+        "offsets_of(heads % 2, PITCH)",
+        "tests/kernels/test_rotate.py -k forward",
+    ),
 )
