@@ -236,20 +236,9 @@ def consumer(
     if LATER:  # noqa: SIM102
         if count > 0:
             leave(
-                acc,
-                m,
-                total,
-                count - 1,
-                o_smem.index(W),
-                o_desc,
-                lse_ptr,
-                sizes,
-                W,
-                K,
-                R,
-                D,
+                acc, m, total, count - 1, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D,
                 GROUPS,
-            )
+            )  # fmt: skip
     tma.store_wait(pendings=0)
 
 
