@@ -54,7 +54,7 @@ def steps() -> list[dict[str, Any]]:
 def training(records: Sequence[dict[str, Any]]) -> str:
     """Bars of step time and peak memory."""
     labels: list[str] = []
-    values: dict[str, dict[str, list[float | None]]] = {
+    values: dict[str, dict[str, list[float | str]]] = {
         unit: {name: [] for name in VARIANTS} for unit in ("ms", "GiB")
     }
     for record in records:
@@ -65,9 +65,10 @@ def training(records: Sequence[dict[str, Any]]) -> str:
         )
         for name in VARIANTS:
             data = record["variants"].get(name, {})
-            is_run = data.get("status") == "ok"
-            values["ms"][name].append(data["step_ms"] if is_run else None)
-            values["GiB"][name].append(data["peak_bytes"] / 2**30 if is_run else None)
+            status = data.get("status", "not run")
+            is_run = status == "ok"
+            values["ms"][name].append(data["step_ms"] if is_run else status)
+            values["GiB"][name].append(data["peak_bytes"] / 2**30 if is_run else status)
     rows = [
         [bars("Time of a training step", "ms", labels, values["ms"])],
         [bars("Peak memory", "GiB", labels, values["GiB"])],
@@ -86,7 +87,7 @@ def programs(records: Sequence[dict[str, Any]]) -> str:
             for case in cases:
                 if not all(variant["ok"] for variant in case["variants"].values()):
                     raise CommandError(f"{name}: a case has no green check", 1)
-            series: dict[str, list[float | None]] = {
+            series: dict[str, list[float | str]] = {
                 variant: [case["variants"][variant]["us"] / case["floor_us"] for case in cases]
                 for variant in ("plain", "fused")
             }

@@ -66,16 +66,17 @@ def bars(
     title: str,
     unit: str,
     labels: Sequence[str],
-    series: Mapping[str, Sequence[float | None]],
+    series: Mapping[str, Sequence[float | str]],
     floor: float | None = None,
     width: int = 760,
 ) -> Panel:
-    """A group of bars for each label, one for each series; None is "not run". floor: a line across.
+    """A group of bars for each label, one for each series; words stand where a bar is missing.
+    floor: a line across.
 
     A label may have two lines.
     """
     panel = Panel(title, width)
-    ticks = ticks_to(max(v for values in series.values() for v in values if v is not None))
+    ticks = ticks_to(max(v for values in series.values() for v in values if not isinstance(v, str)))
     panel.scale(ticks, ticks[-1], unit)
     room = (width - LEFT) / len(labels)
     bar = min(0.8 * room / len(series), 60)
@@ -85,8 +86,11 @@ def bars(
         for place, values in enumerate(series.values()):
             value = values[group]
             x = middle + bar * (place - len(series) / 2)
-            if value is None:
-                panel.text(x + bar / 2, TOP + HEIGHT - 4, "not run", "soft middle")
+            if isinstance(value, str):
+                # Long words in two lines: a bar has room for about eight letters.
+                parts = value.rsplit(" ", 1) if len(value) > 8 else [value]
+                for row, part in enumerate(reversed(parts)):
+                    panel.text(x + bar / 2, TOP + HEIGHT - 4 - 14 * row, part, "soft middle")
                 continue
             y = TOP + HEIGHT * (1 - value / ticks[-1])
             size = f'width="{bar - 2:.1f}" height="{TOP + HEIGHT - y:.1f}"'

@@ -50,7 +50,10 @@ def test_bars_are_the_committed_numbers(bench):
                 value = variant["step_ms"]
                 assert (f"{value:.0f}" if value >= 100 else f"{value:.1f}") in found
     bars = [r["variants"].get(name, {}) for r in plot.steps() for name in plot.VARIANTS]
-    assert found.count("not run") == 2 * sum(bar.get("status") != "ok" for bar in bars)
+    statuses = [bar.get("status", "not run") for bar in bars]
+    for shown, status in (("not run", "not run"), ("memory", "out of memory")):
+        assert found.count(shown) == 2 * statuses.count(status)  # in time and in memory
+    assert set(statuses) <= {"ok", "not run", "out of memory"}
 
 
 def test_height_of_a_bar_is_its_value(bench):

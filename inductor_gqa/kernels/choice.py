@@ -5,7 +5,7 @@ fast as the plain Triton one from S = 1k to 4k at D = 64 and 128 in bf16 before 
 tile ahead, and computes the same, so it is taken wherever it can be. The Gluon backward makes 457
 TFLOP/s at D = 128, S = 4096 (plain 339), 334 (283) at S = 1024, 312 (292) and 233 (233) at D = 64
 (bench/results/attention-core-h200.json, before programs shared a group). One sweep in which the
-copy engine adds up dQ makes a whole step 1.03 to 1.26 times as fast as cuDNN's at D = 64 and 128
+copy engine adds up dQ makes a whole step 1.05 to 1.29 times as fast as cuDNN's at D = 64 and 128
 from S = 512 to 16k (bench/results/attention-h200.json). Biases, dropout and sinks stay with the
 plain kernels, and in the backward key padding. The fp32 forward that returns its weights takes 0.32
 to 0.98 of the plain kernel's time at D = 64 over lengths of 128 to 4096.
