@@ -7,7 +7,8 @@ variant is first compared with fp64 on two key heads and all results, at the ver
 timed; what is off by more than twice same-dtype eager is reported and not timed. Times are medians
 of CUDA graph replays with L2 emptied, variants taking turns: of a forward that saves what its
 backward needs, and of both. A forward counts 4 B H S S D operations, half of it when causal, the
-backward 2.5 times that; the rotation counts none.
+backward 2.5 times that; the rotation counts none. --without-rope measures attention alone, of the
+same data unrotated.
 
 The peers compile for seconds at every shape; --seconds starts no shape once the time is used up and
 says what is left.
@@ -51,9 +52,11 @@ class Variant(NamedTuple):
 
 
 def ours(problem: Problem) -> Variant:
-    tables = {"cos_q": problem.cos, "sin_q": problem.sin, "cos_k": problem.cos}
     named: dict[str, Any] = dict.fromkeys(ops.NAMES)
-    named |= tables | {"sin_k": problem.sin, "q": problem.q, "k": problem.k, "v": problem.v}
+    named |= {"q": problem.q, "k": problem.k, "v": problem.v}
+    if problem.has_rope:
+        cos, sin = problem.tables
+        named |= {"cos_q": cos, "sin_q": sin, "cos_k": cos, "sin_k": sin}
     named |= {"scale": problem.scale, "softcap": 0.0, "fill": -math.inf, "fill_adds": False}
     named |= {"rope_start": 0, "rope_interleaved": False, "keep_scale": 1.0, "precision": "ieee"}
     named |= {"band_hi": 0 if problem.is_causal else None}
@@ -85,12 +88,14 @@ turn_both = torch.compile(both_turned, dynamic=False)
 def peer(attend: Callable[..., torch.Tensor], problem: Problem) -> Variant:
     """`attend` takes rotated q, k and v as [B, H, S, D]."""
     leaves = problem.leaves()
-    cos, sin = problem.cos[:, :, None], problem.sin[:, :, None]
+    cos, sin = (x[:, :, None] for x in problem.tables)
     grad_out = problem.grad_out.flatten(2, 3)
 
     def attended() -> torch.Tensor:
-        q, k = turn_both(leaves[0], leaves[1], cos, sin)
-        return attend(*(x.transpose(1, 2) for x in (q, k, leaves[2]))).transpose(1, 2)
+        q, k, v = leaves
+        if problem.has_rope:
+            q, k = turn_both(q, k, cos, sin)
+        return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
     def forward() -> Results:
         return {"out": attended().detach()}
@@ -204,6 +209,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=among(VARIANTS),
         help=f"of {','.join(VARIANTS)}; default: ours,cudnn,flash,flex, on a CPU ours,math",
     )
+    parser.add_argument("--without-rope", action="store_true", help="q and k as they are")
     parser.add_argument("--tokens", type=int, help="B * S, default: 16384, tiny: 128")
     parser.add_argument("--rounds", type=int, default=12, help="timings of each (default: 12)")
     parser.add_argument("--seconds", type=float, default=280.0, help="start no shape after these")
@@ -230,7 +236,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     started = time.monotonic()
     settings = vars(args) | {"out": None, "heads": heads, "dtype": str(dtype)}
-    result = record("attention", settings | {"device": device.type}, device)
+    name = "attention-core" if args.without_rope else "attention"
+    result = record(name, settings | {"device": device.type}, device)
     if is_gpu:
         result["environment"]["cudnn"] = torch.backends.cudnn.version()
     rows: list[Row] = []
@@ -242,7 +249,8 @@ def main(argv: list[str] | None = None) -> int:
             left.append(f"D{D}-S{S}-{mask}")
             continue
         B = max(1, args.tokens // S)
-        problem = Problem(B, S, D, mask == "causal", heads, device, dtype)
+        has_rope = not args.without_rope
+        problem = Problem(B, S, D, mask == "causal", heads, device, dtype, has_rope)
         # A graph a shape: past the default limit compiled functions silently run eager.
         with torch._dynamo.config.patch(recompile_limit=256):
             found = measured(problem, args)

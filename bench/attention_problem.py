@@ -28,8 +28,8 @@ def turned_back(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 @dataclasses.dataclass
 class Problem:
-    """Projections as [B, S, heads, D], tables as [1, S, D]. Heads are [K, R] for ours; the same
-    storage serves the peers as [H]."""
+    """Projections as [B, S, heads, D], tables as [1, S, D], unused without RoPE. Heads are [K, R]
+    for ours; the same storage serves the peers as [H]."""
 
     B: int
     S: int
@@ -38,6 +38,7 @@ class Problem:
     heads: tuple[int, int]
     device: torch.device
     dtype: torch.dtype
+    has_rope: bool = True
 
     def __post_init__(self) -> None:
         H, self.K = self.heads
@@ -53,7 +54,7 @@ class Problem:
         lanes = torch.arange(0, self.D, 2, device=self.device) / self.D
         angles = torch.arange(self.S, device=self.device)[:, None] * THETA**-lanes
         angles = torch.cat((angles, angles), -1)[None]
-        self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        self.tables = (angles.cos().to(self.dtype), angles.sin().to(self.dtype))
 
     @property
     def name(self) -> str:
@@ -74,10 +75,11 @@ class Problem:
         """All results of one key head as eager computes them in `dtype`, some rows at a time: out,
         dq [R, S, D], dk, dv [S, D], lse [R, S] in base 2."""
         wide = torch.promote_types(dtype, torch.float32)
-        cos, sin = self.cos[0].to(dtype), self.sin[0].to(dtype)
+        cos, sin = (x[0].to(dtype) for x in self.tables)
         q, g = (x[b, :, k].to(dtype).transpose(0, 1) for x in (self.q, self.grad_out))
-        q = turned(q, cos, sin)
-        keys, values = turned(self.k[b, :, k].to(dtype), cos, sin), self.v[b, :, k].to(dtype)
+        keys, values = self.k[b, :, k].to(dtype), self.v[b, :, k].to(dtype)
+        if self.has_rope:
+            q, keys = turned(q, cos, sin), turned(keys, cos, sin)
         out, dq = torch.empty_like(q), torch.empty_like(q)
         lse = torch.empty(self.R, self.S, device=self.device, dtype=wide)
         dk, dv = (torch.zeros_like(keys, dtype=wide) for _ in range(2))
@@ -97,7 +99,9 @@ class Problem:
                 dq[r, part] = ds.to(dtype) @ keys
                 dk += ds.to(dtype).T @ q[r, part]
                 dv += p.to(dtype).T @ g[r, part]
-        dq, dk = turned_back(dq, cos, sin), turned_back(dk.to(dtype), cos, sin)
+        dk = dk.to(dtype)
+        if self.has_rope:
+            dq, dk = turned_back(dq, cos, sin), turned_back(dk, cos, sin)
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv.to(dtype)}
 
     def group(self, results: Results, b: int, k: int) -> Results:

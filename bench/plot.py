@@ -26,7 +26,12 @@ PROGRAMS = {
     "075": "forward that returns its weights, TF32",
     "075-highest": "the same, fp32",
 }
-KERNELS = {"triton": "ours, Triton", "gluon": "ours, Gluon", "cudnn": "cuDNN"}
+KERNELS = {
+    "cudnn": "cuDNN",
+    "ours": "ours",
+    "flash": "FlashAttention in PyTorch",
+    "flex": "FlexAttention",
+}
 
 
 def found(benchmark: str) -> list[dict[str, Any]]:
@@ -136,29 +141,23 @@ def memory(records: Sequence[dict[str, Any]], trained: Sequence[dict[str, Any]])
 
 
 def speed(records: Sequence[dict[str, Any]]) -> str:
-    """TFLOP/s of the attention kernels alone against length."""
+    """TFLOP/s of attention alone under a causal mask against length, of its forward and of its
+    backward, which is a step less a forward and counts 2.5 times a forward's operations."""
     rows: list[list[Panel]] = []
     for record in records:
-        for direction in ("forward", "backward"):
-            own = [r for r in record["rows"] if (r["direction"], r["status"]) == (direction, "ok")]
+        for direction, operations in (("forward", 1.0), ("backward", 2.5)):
             row: list[Panel] = []
-            for dim in sorted({r["D"] for r in own}):
-                series = {
-                    name: [(r["S"], r["tflops"]) for r in own if is_used(r, name) and r["D"] == dim]
-                    for name in KERNELS
-                }
-                title = f"{direction}, head dim {dim}, causal"
-                row.append(lines(title, "TFLOP/s", series, "length"))
+            for dim in sorted(record["settings"]["dims"]):
+                series: dict[str, list[tuple[float, float]]] = {name: [] for name in KERNELS}
+                for r in record["rows"]:
+                    if r["D"] == dim and r["causal"] and r["status"] == "ok":
+                        done = operations * r["forward_tflops"] * r["forward_us"]
+                        series[r["variant"]].append((r["S"], done / r[f"{direction}_us"]))
+                row.append(
+                    lines(f"{direction}, head dim {dim}, causal", "TFLOP/s", series, "length")
+                )
             rows.append(row)
     return figure("TFLOP/s of attention against length", rows, list(KERNELS.values()))
-
-
-def is_used(row: dict[str, Any], name: str) -> bool:
-    """Whether a measured variant is the kernel of that name as the package launches it: the Gluon
-    forward is persistent, and takes turns at a head dim of 64 (kernels/gluon_forward.py)."""
-    if name == "gluon" and row["direction"] == "forward":
-        return row["variant"] == ("gluon+both" if row["D"] == 64 else "gluon+persistent")
-    return row["variant"] == name
 
 
 def figures() -> dict[str, str]:
@@ -168,7 +167,7 @@ def figures() -> dict[str, str]:
         "training.svg": training(trained),
         "programs.svg": programs(seeds),
         "memory.svg": memory(seeds, trained),
-        "speed.svg": speed(found("attention_core")),
+        "speed.svg": speed(found("attention-core")),
     }
 
 

@@ -137,9 +137,17 @@ def lines(
 
 
 def _mark(number: int, x: float, y: float) -> str:
-    if number % 2:
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="c{number}"/>'
-    return f'<rect x="{x - 3.5:.1f}" y="{y - 3.5:.1f}" width="7" height="7" class="c{number}"/>'
+    """A square, a circle, a triangle or a diamond."""
+    kind = f'class="c{number}"'
+    if number == 0:
+        return f'<rect x="{x - 3.5:.1f}" y="{y - 3.5:.1f}" width="7" height="7" {kind}/>'
+    if number == 1:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {kind}/>'
+    corners = (
+        ((0, -5), (4.5, 3.5), (-4.5, 3.5)) if number == 2 else ((0, -5), (5, 0), (0, 5), (-5, 0))
+    )
+    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+    return f'<polygon points="{points}" {kind}/>'
 
 
 def figure(

@@ -21,8 +21,8 @@ def script(monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name, None)
 
 
-def problem_of(script, dtype=torch.float32, is_causal=True):
-    return script.Problem(2, 40, 16, is_causal, (4, 2), torch.device("cpu"), dtype)
+def problem_of(script, dtype=torch.float32, is_causal=True, has_rope=True):
+    return script.Problem(2, 40, 16, is_causal, (4, 2), torch.device("cpu"), dtype, has_rope)
 
 
 def test_checks_ours_and_a_peer_at_every_shape(script, tmp_path):
@@ -34,6 +34,15 @@ def test_checks_ours_and_a_peer_at_every_shape(script, tmp_path):
     assert found == [(c, S, v) for c in (True, False) for S in sizes[0] for v in sizes[1]]
     assert {row["status"] for row in record["rows"]} == {"ok"}
     assert record["settings"]["heads"] == [4, 2]
+
+
+def test_attention_alone_is_checked_and_recorded_as_such(script, tmp_path):
+    out = tmp_path / "core.json"
+    options = ["--sizes", "63", "--masks", "causal", "--without-rope"]
+    assert script.main([*CPU, *options, "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert record["benchmark"] == "attention-core"
+    assert [row["status"] for row in record["rows"]] == ["ok", "ok"]
 
 
 def test_a_wrong_gradient_is_reported_and_fails_the_run(script, monkeypatch, capsys):
@@ -51,14 +60,16 @@ def test_a_wrong_gradient_is_reported_and_fails_the_run(script, monkeypatch, cap
     assert "dq:" not in printed
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_what_is_held_true_is_what_autograd_computes(script, is_causal):
+@pytest.mark.parametrize(("is_causal", "has_rope"), [(False, True), (True, True), (True, False)])
+def test_what_is_held_true_is_what_autograd_computes(script, is_causal, has_rope):
     """The chunked gradients, in fp64 and beyond one chunk of rows."""
-    problem = problem_of(script, torch.float64, is_causal)
+    problem = problem_of(script, torch.float64, is_causal, has_rope)
     sys.modules["attention_problem"].ROWS = 16
     leaves = problem.leaves()
-    cos, sin = problem.cos[:, :, None], problem.sin[:, :, None]
-    q, k = (script.turned(x, cos, sin) for x in leaves[:2])
+    cos, sin = (x[:, :, None] for x in problem.tables)
+    q, k = leaves[:2]
+    if has_rope:
+        q, k = (script.turned(x, cos, sin) for x in (q, k))
     with script.sdpa_kernel(script.SDPBackend.MATH):
         out = script.F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, leaves[2])), is_causal=is_causal, enable_gqa=True

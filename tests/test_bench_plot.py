@@ -18,7 +18,7 @@ def texts(svg: str) -> list[str]:
 def test_there_is_a_result_for_every_figure(bench):
     plot = bench("plot")
     assert set(plot.figures()) == set(FIGURES)
-    for benchmark in ("train_step", "seeds", "attention_core"):
+    for benchmark in ("train_step", "seeds", "attention-core"):
         assert plot.found(benchmark)
 
 

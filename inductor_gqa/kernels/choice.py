@@ -1,12 +1,10 @@
 """Which kernels compute an attention and its backward: a pure function of shapes, rules and device.
 
-Measured on one H200 (32/8 heads, causal, 2026-12-01): the Gluon forward was 1.1 to 1.5 times as
-fast as the plain Triton one from S = 1k to 4k at D = 64 and 128 in bf16 before it brought queries a
-tile ahead, and computes the same, so it is taken wherever it can be. The Gluon backward makes 457
-TFLOP/s at D = 128, S = 4096 (plain 339), 334 (283) at S = 1024, 312 (292) and 233 (233) at D = 64
-(bench/results/attention-core-h200.json, before programs shared a group). One sweep in which the
-copy engine adds up dQ makes a whole step 1.05 to 1.29 times as fast as cuDNN's at D = 64 and 128
-from S = 512 to 16k (bench/results/attention-h200.json). Biases, dropout and sinks stay with the
+On one H200 the Gluon kernels of sm_90 beat the plain Triton ones wherever both were measured and
+compute the same, so they are taken wherever they can be. Beside cuDNN (32/8 heads, bf16, D = 64 and
+128, S = 512 to 16k, causal and not, 2026-12-02) their forward is 1.01 to 1.23 times as fast and a
+whole step 1.06 to 1.35 times (bench/results/attention-core-h200.json); with RoPE 1.02 to 1.21 and
+1.05 to 1.29 times (bench/results/attention-h200.json). Biases, dropout and sinks stay with the
 plain kernels, and in the backward key padding. The fp32 forward that returns its weights takes 0.32
 to 0.98 of the plain kernel's time at D = 64 over lengths of 128 to 4096.
 """
