@@ -89,8 +89,7 @@ def plan_weights_forward(
     sources |= {"k_src": names["k"], "v_src": names["v"]}
     boxes: dict[str, Descriptor] = {}
     if use_descriptors and _is_describable(k) and D & (D - 1) == 0:
-        in_halves = attention.dot_precision == "ieee" and LANES_OF_A_SUM.value < D
-        width = D // 2 if in_halves else D
+        width = min(D, LANES_OF_A_SUM.value) if attention.dot_precision == "ieee" else D
         boxes["k_src"] = Descriptor(names["k"], k.shape, k.strides, (1, tiles.BN, 1, width))
     if use_descriptors and _is_describable(v) and E & (E - 1) == 0:
         block = (1, 1, E, tiles.BN) if is_turned else (1, tiles.BN, 1, E)

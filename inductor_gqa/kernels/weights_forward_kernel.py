@@ -26,9 +26,15 @@ from inductor_gqa.kernels.tiles import (
 )
 from inductor_gqa.kernels.weights_tiles import weights_tile
 
-# Lanes that one "ieee" sum takes; wider heads are summed in halves. Tensor cores truncate as they
-# add, and one sum over 128 lanes was off by more than twice eager's error where few scores tell.
+# Lanes that one "ieee" sum takes; those of wider heads are added outside. Tensor cores truncate as
+# they add, and one sum over 128 lanes was off by more than twice eager's error where few scores
+# tell.
 LANES_OF_A_SUM = tl.constexpr(64)
+
+
+@triton.constexpr_function
+def lanes_of_a_sum(DP, PRECISION):
+    return min(DP, LANES_OF_A_SUM.value) if PRECISION == "ieee" else DP
 
 
 @triton.jit
@@ -37,25 +43,22 @@ def score_tile(
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, RULES: tl.constexpr, EDGE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one tile. In tf32, q and k hold rounded values already; in "ieee", q of many lanes
-    comes in halves."""
-    if PRECISION == "ieee" and DP > LANES_OF_A_SUM:
-        HALF: tl.constexpr = DP // 2
-        k1 = stream_tile(
-            k_src, b, n0, head, stride_k_s, stride_k_d, numbers[1], BN, 0, HALF, D, EDGE, TMA
-        )
-        k2 = stream_tile(
-            k_src, b, n0, head, stride_k_s, stride_k_d, numbers[1], BN, HALF, HALF, D, EDGE, TMA
-        )
-        s = product(q[0], k1.T, PRECISION) + product(q[1], k2.T, PRECISION)
-    else:
+    """Scores of one tile. q comes in parts of as many lanes as one sum takes; in tf32, q and k hold
+    rounded values already."""
+    LANES: tl.constexpr = lanes_of_a_sum(DP, PRECISION)
+    S = numbers[1]
+    for part in tl.static_range(DP // LANES):
         k = stream_tile(
-            k_src, b, n0, head, stride_k_s, stride_k_d, numbers[1], BN, 0, DP, D, EDGE, TMA
+            k_src, b, n0, head, stride_k_s, stride_k_d, S, BN, part * LANES, LANES, D, EDGE, TMA
         )
         if PRECISION == "tf32":
-            s = tl.dot(q[0], k.T, input_precision="tf32")
+            summed = tl.dot(q[part], k.T, input_precision="tf32")
         else:
-            s = product(q[0], k.T, PRECISION)
+            summed = product(q[part], k.T, PRECISION)
+        if part == 0:
+            s = summed
+        else:
+            s += summed
     cols = n0 + tl.arange(0, BN)
     return scores(s, rows[:, None], cols[None, :], bias, mask, key_mask, numbers, RULES, EDGE)
 
@@ -210,13 +213,10 @@ def weights_forward_kernel(
     rows = row0 + tl.arange(0, BM)
 
     q_ptr += head_offset(b, k, r, stride_q_b, stride_q_k, stride_q_r)
-    if PRECISION == "ieee" and DP > LANES_OF_A_SUM:
-        q = (
-            load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, 0, DP // 2, D),
-            load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, DP // 2, DP // 2, D),
-        )
-    else:
-        q = (load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, 0, DP, D),)
+    LANES: tl.constexpr = lanes_of_a_sum(DP, PRECISION)
+    q = ()
+    for part in tl.static_range(DP // LANES):
+        q = q + (load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, part * LANES, LANES, D),)
     if not TMA:
         k_src += head_offset(b, k, r, stride_k_b, stride_k_k, 0)
     if not V_TMA:
