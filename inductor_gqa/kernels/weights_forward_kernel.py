@@ -216,7 +216,8 @@ def weights_forward_kernel(
     LANES: tl.constexpr = lanes_of_a_sum(DP, PRECISION)
     q = ()
     for part in tl.static_range(DP // LANES):
-        q = q + (load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, part * LANES, LANES, D),)
+        lanes = load_tile(q_ptr, rows, stride_q_l, stride_q_d, L, part * LANES, LANES, D)
+        q = q + (lanes,)  # noqa: RUF005 (Triton does not unpack)
     if not TMA:
         k_src += head_offset(b, k, r, stride_k_b, stride_k_k, 0)
     if not V_TMA:
