@@ -148,14 +148,14 @@ def speed(records: Sequence[dict[str, Any]]) -> str:
         for direction, operations in (("forward", 1.0), ("backward", 2.5)):
             row: list[Panel] = []
             for dim in sorted(record["settings"]["dims"]):
+                own = [r for r in record["rows"] if (r["D"], r["causal"]) == (dim, True)]
                 series: dict[str, list[tuple[float, float]]] = {name: [] for name in KERNELS}
-                for r in record["rows"]:
-                    if r["D"] == dim and r["causal"] and r["status"] == "ok":
+                for r in own:
+                    if r["variant"] in KERNELS and r["status"] == "ok":
                         done = operations * r["forward_tflops"] * r["forward_us"]
                         series[r["variant"]].append((r["S"], done / r[f"{direction}_us"]))
-                row.append(
-                    lines(f"{direction}, head dim {dim}, causal", "TFLOP/s", series, "length")
-                )
+                title = f"{direction}, head dim {dim}, causal"
+                row.append(lines(title, "TFLOP/s", series, "length"))
             rows.append(row)
     return figure("TFLOP/s of attention against length", rows, list(KERNELS.values()))
 

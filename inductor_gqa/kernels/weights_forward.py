@@ -18,13 +18,13 @@ from inductor_gqa.kernels.plan import (
     named_strides,
     score_arguments,
 )
-from inductor_gqa.kernels.weights_forward_kernel import LANES_OF_A_SUM, weights_forward_kernel
+from inductor_gqa.kernels.weights_forward_kernel import lanes_of_a_sum, weights_forward_kernel
 from inductor_gqa.kernels.weights_prepare import plan_preparation
 
 
 def weights_forward_tiles(attention: Attention) -> Tiles:
     """Tiles; one that is as wide as S is taken whole. By compiling for sm_80, sm_90 and sm_100:
-    none of them spills."""
+    up to 128 lanes none of them spills; of more, "ieee" keeps up to 128 bytes outside."""
     _, _, S, _, _, D, E = attention.sizes
     capability, precision = attention.capability, attention.dot_precision
     if capability is None:
@@ -89,7 +89,7 @@ def plan_weights_forward(
     sources |= {"k_src": names["k"], "v_src": names["v"]}
     boxes: dict[str, Descriptor] = {}
     if use_descriptors and _is_describable(k) and D & (D - 1) == 0:
-        width = min(D, LANES_OF_A_SUM.value) if attention.dot_precision == "ieee" else D
+        width = lanes_of_a_sum(D, attention.dot_precision)
         boxes["k_src"] = Descriptor(names["k"], k.shape, k.strides, (1, tiles.BN, 1, width))
     if use_descriptors and _is_describable(v) and E & (E - 1) == 0:
         block = (1, 1, E, tiles.BN) if is_turned else (1, tiles.BN, 1, E)

@@ -34,6 +34,7 @@ LANES_OF_A_SUM = tl.constexpr(64)
 
 @triton.constexpr_function
 def lanes_of_a_sum(DP, PRECISION):
+    """Of a head of DP lanes, a power of two; in a kernel or outside."""
     return min(DP, LANES_OF_A_SUM.value) if PRECISION == "ieee" else DP
 
 
