@@ -105,7 +105,7 @@ def _matrix_of(node: Node) -> Matrix | None:
     try:
         for view in reversed(chain):
             seen = view.target(seen, *view.args[1:], **view.kwargs)  # type: ignore[operator]
-    except RuntimeError:  # no view of a contiguous source
+    except (RuntimeError, ValueError):  # no view of a contiguous source; the latter in a fake mode
         return None
     return Matrix(source, tuple(seen.shape), seen.stride(), int(seen.storage_offset()))
 

@@ -2,8 +2,9 @@
 
 Measured on an H200 with Triton 3.6 and bf16 (32/8 heads, D = 64 and 128): 64x64 tiles with four
 warps win, because two or more programs share an SM and one computes exponentials while another
-multiplies; 128x64 with eight warps is 10 to 20 % slower. All else is chosen by compiling for sm_80,
-sm_90 and sm_100: the largest tiles that neither spill nor exceed shared memory.
+multiplies; 128x64 with eight warps is 10 to 20 % slower. So are the tiles of fp32 on sm_90, but
+without descriptors. All else is chosen by compiling for sm_80, sm_90 and sm_100: the largest tiles
+that neither spill nor exceed shared memory.
 """
 
 from typing import Literal, NamedTuple
@@ -59,19 +60,42 @@ AMPERE = {
     256: Config(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(64, 32, 8, 2), splits_keys=True),
 }
 # fp32 tiles live in registers on their way to the tensor cores, and three-product precision keeps
-# a high and a low part of each: from D = 128 on only small tiles fit.
+# a high and a low part of each: from D = 128 on only small tiles fit. Four warps on a tile of 32
+# rows each hold other operands; of eight, half compute what the other half does.
 TF32 = {
-    64: Config(Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2)),
-    128: Config(Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), splits_keys=True),
-    256: Config(Tiles(32, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1), splits_keys=True),
+    64: Config(Tiles(64, 64, 4, 3), Tiles(32, 32, 4, 2), Tiles(64, 32, 4, 2)),
+    128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), splits_keys=True),
+    256: Config(Tiles(32, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), splits_keys=True),
 }
+# From D = 128 on these keep up to 200 bytes a thread outside of registers. Tiles that keep none, as
+# in FP32_ELSEWHERE, took 1.5 to 3 times as long (H200, causal, lengths 512 and 2048).
 IEEE = {
     64: Config(Tiles(64, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(64, 32, 4, 2)),
-    128: Config(Tiles(32, 32, 8, 2), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), splits_keys=True),
-    256: Config(Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), splits_keys=True),
+    128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1), splits_keys=True),
+    256: Config(Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), splits_keys=True),
 }
-# On sm_80 and sm_100 the dot of three products keeps more in registers than on sm_90.
-IEEE_WITHOUT_WGMMA = {64: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2))}
+# Not measured, so without spills. On sm_80 and sm_100 the dot of three products keeps more in
+# registers than on sm_90.
+FP32_ELSEWHERE = {
+    "tf32": {
+        64: Config(Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2)),
+        128: Config(
+            Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), splits_keys=True
+        ),
+        256: Config(
+            Tiles(32, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1), splits_keys=True
+        ),
+    },
+    "ieee": {
+        64: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
+        128: Config(
+            Tiles(32, 32, 8, 2), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), splits_keys=True
+        ),
+        256: Config(
+            Tiles(16, 16, 8, 2), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), splits_keys=True
+        ),
+    },
+}
 
 
 def config(
@@ -82,9 +106,9 @@ def config(
         return INTERPRETED
     width = 64 if max(D, E) <= 64 else 128 if max(D, E) <= 128 else 256
     if dtype == torch.float32:
-        if precision == "tf32":
-            return TF32[width]
-        return (IEEE if capability[0] == 9 else IEEE | IEEE_WITHOUT_WGMMA)[width]
+        if capability[0] != 9:
+            return FP32_ELSEWHERE["tf32" if precision == "tf32" else "ieee"][width]
+        return (TF32 if precision == "tf32" else IEEE)[width]
     if capability < (9, 0):
         return AMPERE[width]
     if capability >= (10, 0) and path == "descriptors":

@@ -23,8 +23,9 @@ from inductor_gqa.kernels.weights_prepare import plan_preparation
 
 
 def weights_forward_tiles(attention: Attention) -> Tiles:
-    """Tiles; one that is as wide as S is taken whole. By compiling for sm_80, sm_90 and sm_100:
-    up to 128 lanes none of them spills; of more, "ieee" keeps up to 128 bytes outside."""
+    """Tiles; one that is as wide as S is taken whole. Of fp32 beyond 64 lanes by time on sm_90 (one
+    H200, causal, lengths 512 and 2048); all others by compiling for sm_80, sm_90 and sm_100: up to
+    128 lanes none of them spills; of more, "ieee" keeps up to 128 bytes outside."""
     _, _, S, _, _, D, E = attention.sizes
     capability, precision = attention.capability, attention.dot_precision
     if capability is None:
@@ -33,8 +34,17 @@ def weights_forward_tiles(attention: Attention) -> Tiles:
     reads_scores = (rules.BIAS.value | rules.MASK.value) & bits
     is_plain = bits & ~(rules.SCALED.value) == 0
     span = max(16, 1 << (S - 1).bit_length())
-    if max(D, E) > 128 or (max(D, E) > 64 and precision != "native"):
-        return Tiles(32, 32, 8, 1) if precision == "native" else Tiles(16, 16, 4, 2)
+    width = max(D, E)
+    if width > 64 and precision != "native":
+        if capability[0] != 9:
+            return Tiles(16, 16, 4, 2)
+        if width > 128:
+            return Tiles(32, 16, 4, 2)
+        if width & (width - 1):  # lanes that are masked take registers
+            return Tiles(16, 32, 4, 2) if precision == "ieee" else Tiles(32, 32, 4, 2)
+        return Tiles(32, 32, 4, 2) if precision == "ieee" else Tiles(64, 32, 4, 2)
+    if width > 128:
+        return Tiles(32, 32, 8, 1)
     if precision == "ieee":
         return (
             Tiles(32, 32, 8, 2)

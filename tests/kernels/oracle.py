@@ -125,6 +125,13 @@ def gradients(case, dtype):
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, case.grad_out.to(dtype))]
 
 
+def score_slip(case: Case, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of what the rounding of rotated q and k does to each score, BKRLS."""
+    eps = torch.finfo(case.q.dtype).eps
+    products = torch.einsum("blkrd,bskd->bkrls", q.square(), k.square()).sqrt()
+    return abs(case.keywords["scale"]) * products * eps / math.sqrt(6)
+
+
 def floor_of(case: Case, name: str, largest: float) -> float:
     """What rounding alone explains, where eager happens to be exact or lucky (one key, few rows).
 
@@ -141,8 +148,7 @@ def floor_of(case: Case, name: str, largest: float) -> float:
     steepest = float(ordinary.abs().max()) if ordinary.numel() else 0.0
     floor = largest * max(eps, tiny * max(8.0, steepest))
 
-    score = scale * torch.einsum("blkrd,bskd->bkrls", q.square(), k.square()).sqrt()
-    score = score * eps / math.sqrt(6)
+    score = score_slip(case, q, k)
     slip = (p * score).square()
     if name == "lse":
         return floor + 4 * float(score.max()) / math.log(2)

@@ -5,8 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.compile_claims import assert_compiles
-from kernels.oracle import Case
-from kernels.weights_cases import DTYPES, FLOOR_IN_EPS, errors_of, make_case, results, rounded
+from kernels.oracle import Case, attended
+from kernels.weights_cases import (
+    DTYPES,
+    FLOOR_IN_EPS,
+    errors_of,
+    make_case,
+    results,
+    rounded,
+    slips_of,
+)
 
 from inductor_gqa.kernels.configs import Tiles
 from inductor_gqa.kernels.plan import Attention, Operand
@@ -20,6 +28,27 @@ WHOLE = Tiles(16, 64, 4, 1)
 def test_weights_equal_the_oracle(device, dtype, L):
     case = make_case(device, L=L, S=L, dtype=dtype, W=32, seed=L)
     assert errors_of(case, weights_forward(case.q, case.k, case.v, **case.keywords)) == []
+
+
+def test_the_rule_allows_what_the_rounding_of_rotated_operands_does():
+    """Predicted deviations beside those of rotated q and k with relative noise of one rounding."""
+    case = make_case("cpu", B=1, K=1, L=6, S=5, W=32, dtype="bf16", seed=3)
+    _, _, q, k, _ = attended(case.q, case.k, case.v, dtype=torch.float64, **case.keywords)
+    plain = {name: x for name, x in case.keywords.items() if name[:4] not in ("cos_", "sin_")}
+    true = results(Case(q, k, case.v, plain), torch.float64)
+    noise = torch.Generator().manual_seed(0)
+    squares = [torch.zeros_like(x) for x in true]
+    for _ in range(1000):
+        near = [
+            x * (1 + (torch.rand(x.shape, generator=noise) - 0.5) * torch.finfo(torch.bfloat16).eps)
+            for x in (q, k)
+        ]
+        for total, x, y in zip(
+            squares, results(Case(*near, case.v, plain), torch.float64), true, strict=True
+        ):
+            total += (x - y).square() / 1000
+    measured = [x.max().sqrt().item() for x in squares]
+    assert [4 * x for x in measured] == pytest.approx(slips_of(case), rel=0.1)
 
 
 RULES = [
@@ -135,4 +164,5 @@ def test_kernels_fit_registers_and_shared_memory(sm):
     cases = ["D64-fp32-L1024-rope-tf32", "D64-fp32-L211-rope-tf32", "D64-fp32-L541-rope"]
     cases += ["D64-fp32-L541-tf32-causal-padded-doubles", "D128-bf16-L691-causal-bias"]
     cases += ["D128-fp32-L1024-causal-padded", "D96-fp32-L1024-rope"]
+    cases += ["D128-fp32-L1024-rope-tf32", "D96-fp32-L1024-causal-tf32"]
     assert_compiles(sm, [f"forward-{case}" for case in cases])
