@@ -1,6 +1,7 @@
 """The fp32 linear layers around a fused attention are joined: how many, from which spellings, and
 what must stay as it is. Numbers are held against fp64 as those of the attention itself."""
 
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -12,8 +13,10 @@ from fused import BACKWARD, FORWARD, WITH_WEIGHTS, run
 from test_layers import Block as Plain
 from test_layers import C, D, H, L, LengthFirst, Packed, Shared, Tied, Views, inputs
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from inductor_gqa import decide
+from inductor_gqa.layers import matrix_of
 
 JOINED = "inductor_gqa.linear_forward.default"
 MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
@@ -334,3 +337,16 @@ class TestRule:
         assert not self.seen(dtype=torch.bfloat16)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         assert not self.seen()
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
+def test_a_view_of_what_is_not_contiguous_is_no_matrix(mode):
+    """As of a convolution that leaves channels last; fake tensors refuse by another error."""
+    graph = torch.fx.Graph()
+    source = graph.placeholder("x")
+    source.meta["val"] = torch.empty_strided((2, 64, 12), (768, 1, 64), device="meta")
+    turned = graph.call_function(torch.ops.aten.permute.default, (source, [0, 2, 1]))
+    rows = graph.call_function(torch.ops.aten.view.default, (turned, [24, 64]))
+    with mode():
+        assert matrix_of(rows, {}) is None
+        assert matrix_of(turned, {}) is not None

@@ -64,13 +64,15 @@ AMPERE = {
 # rows each hold other operands; of eight, half compute what the other half does.
 TF32 = {
     64: Config(Tiles(64, 64, 4, 3), Tiles(32, 32, 4, 2), Tiles(64, 32, 4, 2)),
+    96: Config(Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), splits_keys=True),
     128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), splits_keys=True),
     256: Config(Tiles(32, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), splits_keys=True),
 }
-# From D = 128 on these keep up to 200 bytes a thread outside of registers. Tiles that keep none, as
-# in FP32_ELSEWHERE, took 1.5 to 3 times as long (H200, causal, lengths 512 and 2048).
+# Beyond D = 64 these keep up to 200 bytes a thread outside of registers. Tiles that keep none or a
+# few, as in FP32_ELSEWHERE, took 1.3 to 3 times as long (H200, causal, lengths 512 and 2048).
 IEEE = {
     64: Config(Tiles(64, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(64, 32, 4, 2)),
+    96: Config(Tiles(32, 32, 4, 2), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), splits_keys=True),
     128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1), splits_keys=True),
     256: Config(Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), splits_keys=True),
 }
@@ -108,7 +110,8 @@ def config(
     if dtype == torch.float32:
         if capability[0] != 9:
             return FP32_ELSEWHERE["tf32" if precision == "tf32" else "ieee"][width]
-        return (TF32 if precision == "tf32" else IEEE)[width]
+        # Between 64 and 128 lanes lie in two chunks of unequal width.
+        return (TF32 if precision == "tf32" else IEEE)[96 if 64 < max(D, E) < 128 else width]
     if capability < (9, 0):
         return AMPERE[width]
     if capability >= (10, 0) and path == "descriptors":
