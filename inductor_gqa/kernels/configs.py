@@ -2,9 +2,9 @@
 
 Measured on an H200 with Triton 3.6 and bf16 (32/8 heads, D = 64 and 128): 64x64 tiles with four
 warps win, because two or more programs share an SM and one computes exponentials while another
-multiplies; 128x64 with eight warps is 10 to 20 % slower. So are the tiles of fp32 on sm_90, but
-without descriptors. All else is chosen by compiling for sm_80, sm_90 and sm_100: the largest tiles
-that neither spill nor exceed shared memory.
+multiplies; 128x64 with eight warps is 10 to 20 % slower. The tiles of fp32 on sm_90 were measured
+as well. All else is chosen by compiling for sm_80, sm_90 and sm_100: the largest tiles that neither
+spill nor exceed shared memory.
 """
 
 from typing import Literal, NamedTuple
