@@ -32,12 +32,10 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
     of a cache may hold NaN.
     """
     L, S = q.shape[1], k.shape[1]
-    low, high = a["band_lo"], a["band_hi"]
-    banded = low is not None or high is not None
+    banded = a["band_lo"] is not None or a["band_hi"] is not None
     hides = banded or a["key_mask"] is not None or a["mask"] is not None
     drops = a["fill"] == -math.inf
-    sees = a["key_mask"] is None and a["mask"] is None
-    sees = sees and (high is None or high >= 0) and (low is None or low + L <= S)
+    sees = not _may_hide_rows(L, S, a)
     return (
         q.shape[-1] == v.shape[-1]
         and q.dtype in (torch.float32, torch.bfloat16)
@@ -49,6 +47,13 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
         and L * S > SMALL
         and (not hides or bool(torch.isfinite(k).all()))
     )
+
+
+def _may_hide_rows(L: int, S: int, a: Arguments) -> bool:
+    """Whether some row may be without a visible key."""
+    low, high = a["band_lo"], a["band_hi"]
+    beyond = (high is not None and high < 0) or (low is not None and low + L > S)
+    return beyond or a["key_mask"] is not None or a["mask"] is not None
 
 
 def _additive_mask(q: Tensor, k: Tensor, a: Arguments) -> Tensor | None:
@@ -100,6 +105,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor, Te
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHLD, k_BHSD, v_BHSE, 0.0, False, attn_mask=mask, scale=a["scale"]
     )
+    if mask is not None and a["fill"] == -math.inf and _may_hide_rows(L, k.shape[1], a):
+        # 0 / 0 in eager; the fused attention makes those rows zero.
+        out = out.masked_fill((mask == -math.inf).all(-1, keepdim=True), math.nan)
     out = out.transpose(1, 2).reshape(B, L, K, R, -1)
     return out.contiguous(), (lse.reshape(B, K, R, L).float() * reference.LOG2E).contiguous()
 
