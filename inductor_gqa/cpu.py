@@ -35,7 +35,7 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
     banded = a["band_lo"] is not None or a["band_hi"] is not None
     hides = banded or a["key_mask"] is not None or a["mask"] is not None
     drops = a["fill"] == -math.inf
-    sees = not _may_hide_rows(L, S, a)
+    sees = not _may_hide_a_row(L, S, a)
     return (
         q.shape[-1] == v.shape[-1]
         and q.dtype in (torch.float32, torch.bfloat16)
@@ -49,11 +49,9 @@ def _is_flash(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> bool:
     )
 
 
-def _may_hide_rows(L: int, S: int, a: Arguments) -> bool:
-    """Whether some row may be without a visible key."""
-    low, high = a["band_lo"], a["band_hi"]
-    beyond = (high is not None and high < 0) or (low is not None and low + L > S)
-    return beyond or a["key_mask"] is not None or a["mask"] is not None
+def _may_hide_a_row(L: int, S: int, a: Arguments) -> bool:
+    is_masked = a["key_mask"] is not None or a["mask"] is not None
+    return reference.may_hide_a_row(L, S, a["band_lo"], a["band_hi"], is_masked)
 
 
 def _additive_mask(q: Tensor, k: Tensor, a: Arguments) -> Tensor | None:
@@ -105,8 +103,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor, Te
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHLD, k_BHSD, v_BHSE, 0.0, False, attn_mask=mask, scale=a["scale"]
     )
-    if mask is not None and a["fill"] == -math.inf and _may_hide_rows(L, k.shape[1], a):
-        # 0 / 0 in eager; the fused attention makes those rows zero.
+    if mask is not None and _may_hide_a_row(L, k.shape[1], a):
+        # Of -inf then, see `_is_flash`. Eager has 0 / 0; the fused attention makes those rows zero.
         out = out.masked_fill((mask == -math.inf).all(-1, keepdim=True), math.nan)
     out = out.transpose(1, 2).reshape(B, L, K, R, -1)
     return out.contiguous(), (lse.reshape(B, K, R, L).float() * reference.LOG2E).contiguous()

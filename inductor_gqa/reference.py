@@ -18,6 +18,18 @@ LOG2E = math.log2(math.e)
 ABSORBING = -1e30  # a fill at or below this swallows every score it is added to
 
 
+def may_hide_a_row(
+    L: int, S: int, band_lo: int | None, band_hi: int | None, is_masked: bool
+) -> bool:
+    """Whether some row may see no key. band_hi empties the first row first, band_lo the last."""
+    return (
+        is_masked
+        or (band_hi is not None and band_hi < 0)
+        or (band_lo is not None and band_lo + L > S)
+        or (band_lo is not None and band_hi is not None and band_lo > band_hi)
+    )
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
     """Rotary embedding of the lanes start .. start+W of the last dim; cos and sin broadcast to
     those lanes.

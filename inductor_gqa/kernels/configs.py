@@ -4,7 +4,7 @@ Measured on an H200 with Triton 3.6 and bf16 (32/8 heads, D = 64 and 128): 64x64
 warps win, because two or more programs share an SM and one computes exponentials while another
 multiplies; 128x64 with eight warps is 10 to 20 % slower. The tiles of fp32 on sm_90 were measured
 as well. All else is chosen by compiling for sm_80, sm_90 and sm_100: the largest tiles that neither
-spill nor exceed shared memory.
+exceed shared memory nor spill in the cases of tests/kernels/test_compile_only.py.
 """
 
 from typing import Literal, NamedTuple
@@ -68,16 +68,16 @@ TF32 = {
     128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), splits_keys=True),
     256: Config(Tiles(32, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), splits_keys=True),
 }
-# Beyond D = 64 these keep up to 200 bytes a thread outside of registers. Tiles that keep none or a
-# few, as in FP32_ELSEWHERE, took 1.3 to 3 times as long (H200, causal, lengths 512 and 2048).
+# Beyond D = 64 these keep up to 200 bytes a thread outside of registers, with a bias up to 264.
+# Tiles that keep none or a few, as in FP32_ELSEWHERE, are slower (H200, causal, lengths 512, 2048).
 IEEE = {
     64: Config(Tiles(64, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(64, 32, 4, 2)),
     96: Config(Tiles(32, 32, 4, 2), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), splits_keys=True),
     128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1), splits_keys=True),
     256: Config(Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), splits_keys=True),
 }
-# Not measured, so without spills. On sm_80 and sm_100 the dot of three products keeps more in
-# registers than on sm_90.
+# Not measured: tiles that keep little or nothing outside. On sm_80 and sm_100 the dot of three
+# products keeps more in registers than on sm_90.
 FP32_ELSEWHERE = {
     "tf32": {
         64: Config(Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2)),
@@ -109,7 +109,7 @@ def config(
     width = 64 if max(D, E) <= 64 else 128 if max(D, E) <= 128 else 256
     if dtype == torch.float32:
         if capability[0] != 9:
-            return FP32_ELSEWHERE["tf32" if precision == "tf32" else "ieee"][width]
+            return FP32_ELSEWHERE[precision][width]
         # Between 64 and 128 lanes lie in two chunks of unequal width.
         return (TF32 if precision == "tf32" else IEEE)[96 if 64 < max(D, E) < 128 else width]
     if capability < (9, 0):

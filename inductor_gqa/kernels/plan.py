@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from inductor_gqa.kernels import configs, rules
+from inductor_gqa.reference import may_hide_a_row
 
 # A fill at or below this swamps every score: softmax cannot tell such positions from hidden ones in
 # a row that sees a key.
@@ -135,6 +136,9 @@ class Attention:
         hides = (
             has("mask") or has("key_mask") or self.band_lo is not None or self.band_hi is not None
         )
+        is_masked = has("mask") or has("key_mask")
+        _, L, S, *_ = self.sizes
+        may_hide = may_hide_a_row(L, S, self.band_lo, self.band_hi, is_masked)
         bits = {
             # Folding scale into the exponential takes the maximum of unscaled scores, which needs a
             # positive factor.
@@ -152,26 +156,10 @@ class Attention:
             rules.FILL_ADDS: hides and self.fill_adds,
             rules.KEEP: has("keep"),
             rules.SINK: has("sink"),
-            rules.EMPTY_ROWS: is_absorbing and not has("sink") and self._may_hide_a_row(),
+            rules.EMPTY_ROWS: is_absorbing and not has("sink") and may_hide,
             rules.FINE_TANH: self.softcap > 0 and self.tensors["q"].dtype == torch.float32,
         }
         return sum(bit.value for bit, is_set in bits.items() if is_set)
-
-    def _may_hide_a_row(self) -> bool:
-        """The first row is the one that band_hi empties first, the last row the one that band_lo
-        does."""
-        _, L, S, *_ = self.sizes
-        return (
-            "mask" in self.tensors
-            or "key_mask" in self.tensors
-            or (self.band_hi is not None and self.band_hi < 0)
-            or (self.band_lo is not None and self.band_lo + L > S)
-            or (
-                self.band_lo is not None
-                and self.band_hi is not None
-                and self.band_lo > self.band_hi
-            )
-        )
 
 
 def chunks(width: int, largest: int = 256) -> tuple[int, int]:
@@ -184,8 +172,8 @@ def chunks(width: int, largest: int = 256) -> tuple[int, int]:
 
 def largest_chunk(width: int, precision: str) -> int:
     """Lanes that one product sums. Tensor cores truncate as they add: of fp32, a score summed over
-    256 lanes is off by more than twice eager's error, and gradients of 128 lanes have three times
-    its mean square (H200). Two sums over half of them, added outside, do not."""
+    256 lanes is off by more than twice eager's error, and sums over 128 lanes are most of the error
+    of gradients (H200). Two sums over half of them, added outside, are nearer."""
     if precision != "ieee":
         return 256
     return 64 if width <= 128 else 128

@@ -24,8 +24,9 @@ from inductor_gqa.kernels.weights_prepare import plan_preparation
 
 def weights_forward_tiles(attention: Attention) -> Tiles:
     """Tiles; one that is as wide as S is taken whole. Of fp32 beyond 64 lanes by time on sm_90 (one
-    H200, causal, lengths 512 and 2048); all others by compiling for sm_80, sm_90 and sm_100: up to
-    128 lanes none of them spills; of more, "ieee" keeps up to 128 bytes outside."""
+    H200, causal, lengths 512 and 2048); all others by compiling for sm_80, sm_90 and sm_100. Up to
+    128 lanes they keep nothing outside of registers, of "ieee" with a bias 16 bytes a thread; of
+    more lanes "ieee" keeps up to 128."""
     _, _, S, _, _, D, E = attention.sizes
     capability, precision = attention.capability, attention.dot_precision
     if capability is None:

@@ -1,12 +1,13 @@
 """The ops on the CPU, by PyTorch's fused attention and by plain PyTorch, against the oracle."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from kernels.oracle import Case, attention, errors_of
 
-from inductor_gqa import ops
+from inductor_gqa import ops, reference
 
 LOWEST = torch.finfo(torch.float32).min
 HIDING = ("late", "early", "padded", "padded causal", "mask", "mask of a head")
@@ -57,3 +58,13 @@ def test_rows_that_see_no_key_are_what_eager_makes_them(hiding, fill, dtype, L):
         grads = ops.attention_backward(case.grad_out, out, lse, True, True, True, *arguments)
         ours |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
     assert errors_of(case, ours) == []
+
+
+def test_a_band_may_hide_a_row_just_where_it_does():
+    bounds = (None, *range(-5, 6))
+    for L, S, lo, hi in itertools.product(range(1, 5), range(1, 5), bounds, bounds):
+        hidden = reference.hidden_BKRLS(L, S, lo, hi, None, None, torch.device("cpu"))
+        hides = hidden is not None and bool(hidden.all(-1).any())
+        says = reference.may_hide_a_row(L, S, lo, hi, False)
+        assert says == hides, (L, S, lo, hi)
+        assert reference.may_hide_a_row(L, S, lo, hi, True)

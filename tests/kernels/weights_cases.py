@@ -43,7 +43,7 @@ def rounded_case(case):
 
 def slips_of(case):
     """Four standard deviations of what the rounding of rotated q and k does to out, weights and
-    lse: softmax moves by P (ds - sum(P ds))."""
+    lse: softmax moves by P (ds - sum(P ds)). Both sides and all lanes count where either turns."""
     if not any(name in case.keywords for name in ("cos_q", "cos_k")):
         return 0.0, 0.0, 0.0
     out, _, q, k, p = attended(case.q, case.k, case.v, dtype=torch.float64, **case.keywords)
