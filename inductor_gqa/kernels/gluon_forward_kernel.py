@@ -1,11 +1,11 @@
 """The forward kernel for sm_90: one warp copies, two or three groups of four warps multiply, and
 beside two of them four more turn q where it is rotated, a tile ahead.
 
-O = softmax(scale Q K^T) V and LSE_BKRL in base 2. A program owns 64 query rows of one head for each
-group at a time and walks over such tiles. A group keeps scores, probabilities and accumulator of
-its rows in registers, and has the next scores multiplied before it turns these into probabilities;
-a finished tile leaves under the first product of the next. Rules it knows: a band of keys, a key
-mask, rotation of q. Structure after FlashAttention-3.
+O = softmax(scale Q K^T) V and LSE_BKRL in base 2. A program owns 64 query rows for each group at a
+time, of one head or of several that share their keys, and walks over such tiles. A group keeps
+scores, probabilities and accumulator of its rows in registers, and has the next scores multiplied
+before it turns these into probabilities; a finished tile leaves under the first product of the
+next. Rules it knows: a band of keys, a key mask, rotation of q. Structure after FlashAttention-3.
 """
 
 import triton.language as tl
@@ -66,7 +66,7 @@ def next_tile(
     key_mask, sizes, unit, W: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
     SLOTS: tl.constexpr, GROUPS: tl.constexpr, PINGPONG: tl.constexpr, MASKED: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
-    S_LAYOUT: tl.constexpr, O_LAYOUT: tl.constexpr, P_LAYOUT: tl.constexpr,
+    HEADS: tl.constexpr, S_LAYOUT: tl.constexpr, O_LAYOUT: tl.constexpr, P_LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Scores of key tile t while the probabilities of tile t-1 are multiplied with their values."""
     S, band_lo, band_hi = sizes[3], sizes[4], sizes[5]
@@ -94,7 +94,7 @@ def next_tile(
     hand_back(k_empty.index(slot))
     if MASKED:
         s = hidden_scores(
-            s, words, row0, col0, S, band_lo, band_hi, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK
+            s, words, row0, col0, S, band_lo, band_hi, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, HEADS
         )
     s, m, total, shrink = softmax_step(s, m, total, unit, MASKED)
     # p is named because its registers feed the running product until here.
@@ -109,16 +109,18 @@ def next_tile(
 def leave(
     acc, m, total, i, o_smem, o_desc, lse_ptr, sizes,
     W: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """A group's rows of the i-th tile to where they belong."""
     _, B, L, _, _, _ = sizes
-    b, hk, r, tile_row = tile_at(i, L, B, K, R, GROUPS * BM)
-    row0 = tile_row + W * BM
+    b, hk, r, tile_row = tile_at(i, L, B, K, R, GROUPS * BM, HEADS)
+    row0 = tile_row + W * (BM // HEADS)
     # A row without a visible key is 0 * inf here, NaN, and has LSE = -inf.
     acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc.type.layout))[:, None]
-    rows = row0 + gl.arange(0, BM, layout=m.type.layout)
-    lse_rows = lse_ptr + ((b * K + hk) * R + r).to(gl.int64) * L + rows
-    gl.store(lse_rows, m + gl.log2(total), mask=rows < L)
+    numbers = gl.arange(0, BM, layout=m.type.layout)
+    rows = row0 + numbers // HEADS
+    heads = ((b * K + hk) * R + r) + numbers % HEADS
+    gl.store(lse_ptr + heads.to(gl.int64) * L + rows, m + gl.log2(total), mask=rows < L)
     # The staging buffer is free once the copy of the tile before has read it.
     tma.store_wait(pendings=0)
     group_barrier()
@@ -134,7 +136,9 @@ def consumer(
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
     MASK_FIRST: tl.constexpr, PINGPONG: tl.constexpr, Q_SLOTS: tl.constexpr, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    POSITIONS: gl.constexpr = BM // HEADS  # that the rows of a group cover
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -157,8 +161,20 @@ def consumer(
     total = gl.full([BM], 0.0, gl.float32, layout=ROWS)
     count = my_tiles(n_tiles)
     for i in range(count):
-        b, _, _, tile_row = tile_at(i, L, B, K, R, GROUPS * BM)
-        end, n = keys_of(tile_row, L, S, band_lo, band_hi, GROUPS * BM, BN, HAS_LO, HAS_HI)
+        b, _, _, tile_row = tile_at(i, L, B, K, R, GROUPS * BM, HEADS)
+        end, n = keys_of(
+            tile_row,
+            L,
+            S,
+            band_lo,
+            band_hi,
+            GROUPS * POSITIONS,
+            BN,
+            HAS_LO,
+            HAS_HI,
+            ALIGNED,
+            HEADS,
+        )
         q_slot = i % Q_SLOTS * GROUPS + W
         mbarrier.wait(q_full.index(q_slot), (i // Q_SLOTS) & 1)
         q = q_smem.index(q_slot).reshape([BM, D])
@@ -170,11 +186,11 @@ def consumer(
             if i > 0:
                 leave(
                     acc, m, total, i - 1, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D,
-                    GROUPS,
+                    GROUPS, HEADS,
                 )  # fmt: skip
-        row0 = tile_row + W * BM
+        row0 = tile_row + W * POSITIONS
         open_first, open_stop = open_tiles(
-            end, n, row0, L, S, band_lo, band_hi, BM, BN, HAS_LO, HAS_HI
+            end, n, row0, L, S, band_lo, band_hi, POSITIONS, BN, HAS_LO, HAS_HI
         )
         m = gl.full([BM], -float("inf"), gl.float32, layout=ROWS)
         total = gl.full([BM], 0.0, gl.float32, layout=ROWS)
@@ -185,7 +201,18 @@ def consumer(
         hand_back(k_empty.index(slot))
         if MASK_FIRST:
             s = hidden_scores(
-                s, words, row0, end - BN, S, band_lo, band_hi, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK
+                s,
+                words,
+                row0,
+                end - BN,
+                S,
+                band_lo,
+                band_hi,
+                HAS_LO,
+                HAS_HI,
+                CHECK_LO,
+                KEY_MASK,
+                HEADS,
             )
         s, m, total, _ = softmax_step(s, m, total, unit, MASK_FIRST)
         pairs = packed(s, q_smem.dtype)
@@ -196,27 +223,27 @@ def consumer(
         MASK_ALL: gl.constexpr = KEY_MASK or (D == 256 and (HAS_LO or HAS_HI))
         if MASK_ALL:
             open_first = n
-        if MASK_ALL or (HAS_HI and BN < GROUPS * BM):
+        if MASK_ALL or (HAS_HI and BN < GROUPS * POSITIONS):
             for t in range(1, open_first):
                 pairs, m, total, acc = next_tile(
                     pairs, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
                     v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, GROUPS, PINGPONG, True,
-                    HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, HEADS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
         if not MASK_ALL:
             for t in range(open_first, open_stop):
                 pairs, m, total, acc = next_tile(
                     pairs, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem, k_bars,
                     v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, GROUPS, PINGPONG, False,
-                    HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, HEADS, S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
             if CHECK_LO:
                 for t in range(open_stop, n):
                     pairs, m, total, acc = next_tile(
                         pairs, m, total, acc, t, seen, turn, end, b, row0, q, k_smem, v_smem,
                         k_bars, v_bars, token, key_mask, sizes, unit, W, D, BN, SLOTS, GROUPS,
-                        PINGPONG, True, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, S_LAYOUT, O_LAYOUT,
-                        P_LAYOUT,
+                        PINGPONG, True, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK, HEADS, S_LAYOUT,
+                        O_LAYOUT, P_LAYOUT,
                     )  # fmt: skip
 
         seen += n
@@ -229,7 +256,10 @@ def consumer(
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
         hand_back(v_empty.index(last))
         if not LATER:
-            leave(acc, m, total, i, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D, GROUPS)
+            leave(
+                acc, m, total, i, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D, GROUPS,
+                HEADS,
+            )  # fmt: skip
         if SHARED_O:
             tma.store_wait(pendings=0)
             hand_back(q_empty.index(W))
@@ -237,7 +267,7 @@ def consumer(
         if count > 0:
             leave(
                 acc, m, total, count - 1, o_smem.index(W), o_desc, lse_ptr, sizes, W, K, R, D,
-                GROUPS,
+                GROUPS, HEADS,
             )  # fmt: skip
     tma.store_wait(pendings=0)
 
@@ -250,13 +280,18 @@ def forward_sm90_kernel(
     K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, SLOTS: tl.constexpr,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
     MASK_FIRST: tl.constexpr, ROPE: tl.constexpr, PINGPONG: tl.constexpr, Q_SLOTS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = k_desc.dtype
-    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * GROUPS, 1, BM, 1, 1, D], q_desc.layout)
+    POSITIONS: gl.constexpr = BM // HEADS
+    q_smem = gl.allocate_shared_memory(
+        DTYPE, [Q_SLOTS * GROUPS, 1, POSITIONS, 1, HEADS, D], q_desc.layout
+    )
     o_smem = q_smem
     if Q_SLOTS > 1:
-        o_smem = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, BM, 1, 1, D], o_desc.layout)
+        o_smem = gl.allocate_shared_memory(
+            DTYPE, [GROUPS, 1, POSITIONS, 1, HEADS, D], o_desc.layout
+        )
     k_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BN, 1, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, BN, 1, D], v_desc.layout)
     # Full is announced by the copy engine, empty by the groups that read: both of them for K and V.
@@ -281,28 +316,31 @@ def forward_sm90_kernel(
     # wide loads. Copies need few registers; both groups have 240, or 216 beside the turner.
     if ROPE:
         gl.warp_specialize([
-            (turner, (turned, K, R, D, Q_SLOTS)),
+            (turner, (turned, K, R, D, Q_SLOTS, HEADS)),
             (consumer, (0, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS, HEADS, ALIGNED)),
             (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
-            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS, GROUPS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS, HEADS, ALIGNED)),
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS, GROUPS, HEADS,
+                        ALIGNED)),
         ], [4, 4, 1], [216, 216, 24])  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize([
             (consumer, (0, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS, HEADS, ALIGNED)),
             (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS, HEADS, ALIGNED)),
             (consumer, (2, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
-            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS, GROUPS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS, HEADS, ALIGNED)),
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS, GROUPS, HEADS,
+                        ALIGNED)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS, HEADS, ALIGNED)),
             (consumer, (1, given, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, CHECK_LO, KEY_MASK,
-                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS)),
-            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS, GROUPS)),
+                        MASK_FIRST, PINGPONG, Q_SLOTS, GROUPS, HEADS, ALIGNED)),
+            (producer, (copied, K, R, D, BN, SLOTS, HAS_LO, HAS_HI, Q_SLOTS, GROUPS, HEADS,
+                        ALIGNED)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -78,40 +78,52 @@ def my_tiles(n_tiles):
 
 
 @jit
-def tile_at(i, L, B, K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr):
-    """The i-th tile of this program: batch, key head, query head of its group, first row.
+def tile_at(i, L, B, K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr = 1):
+    """The i-th tile of this program: batch, key head, first query head of its group, first row.
 
     Last rows first, which is longest first under a causal mask; heads vary fastest, so that a group
     shares K and V in L2. Odd rounds run backwards over the programs: the one that had the longest
-    tile of a round gets the shortest of the next.
+    tile of a round gets the shortest of the next. A tile of several HEADS has fewer rows of each:
+    as many such tiles as it has heads lie where one head after another would. Some may lie past L.
     """
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
     t = i * programs + gl.where(i % 2 == 0, pid, programs - 1 - pid)
     row0 = (gl.cdiv(L, ROWS) - 1 - t // (B * K * R)) * ROWS
     bh = t % (B * K * R)
-    return bh // (K * R), bh % (K * R) // R, bh % R, row0
+    r = bh % R
+    if HEADS > 1:
+        row0 += (HEADS - 1 - r % HEADS) * (ROWS // HEADS)
+        r -= r % HEADS
+    return bh // (K * R), bh % (K * R) // R, r, row0
 
 
 @jit
 def keys_of(
     row0, L, S, band_lo, band_hi,
     ROWS: tl.constexpr, BN: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    ALIGNED: tl.constexpr = False, HEADS: tl.constexpr = 1,
 ):  # fmt: skip
     """End of the keys that a query tile visits, and the number of key tiles, counted from the end.
 
     Tiles end where the last row's band ends, not on a multiple of BN: the diagonal then lies in the
     first tiles visited, whatever the offset, and a last tile that begins before key 0 reads zeros
-    there. At least one tile is visited; it is wholly hidden where there is nothing to see, and then
-    lies right before key 0 at most: the backward's padding reaches no further.
+    there. ALIGNED, they end on multiples, where that keeps the diagonal in one tile. At least one
+    tile is visited, of rows past L no more; it is wholly hidden where there is nothing to see, and
+    then lies right before key 0 at most: the backward's padding reaches no further.
     """
     end = gl.cdiv(S, BN) * BN
     if HAS_HI:
         end = gl.maximum(gl.minimum(end, row0 + ROWS + band_hi), 0)
+        if ALIGNED:
+            end = gl.cdiv(end, BN) * BN
     begin = row0 * 0
     if HAS_LO:
         begin = gl.maximum(begin, row0 + band_lo)
-    return end, gl.maximum(gl.cdiv(gl.maximum(end - begin, 0), BN), 1)
+    n = gl.maximum(gl.cdiv(gl.maximum(end - begin, 0), BN), 1)
+    if HEADS > 1:
+        n = gl.where(row0 < L, n, 1)
+    return end, n
 
 
 @jit
@@ -157,8 +169,9 @@ def packed_key_mask(key_mask, b, col0, S, BN: tl.constexpr):
 def hidden_scores(
     s, words, row0, col0, S, band_lo, band_hi,
     HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, CHECK_LO: tl.constexpr, KEY_MASK: tl.constexpr,
+    HEADS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Scores with -inf where a row does not see a key.
+    """Scores with -inf where a row does not see a key; HEADS rows follow each other at a position.
 
     Columns are split as 8 t + c: a thread holds two values of c and every t, so the comparison is
     between a constant and one of four numbers, and no column index occupies a register.
@@ -170,7 +183,7 @@ def hidden_scores(
     EDGE: gl.constexpr = gl.SliceLayout(1, SPLIT)
     t = gl.arange(0, BN // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, SPLIT)))[None, :, None]
     c = col0 + gl.arange(0, 8, layout=gl.SliceLayout(0, EDGE))[None, :]
-    row = row0 + gl.arange(0, BM, layout=gl.SliceLayout(1, EDGE))[:, None]
+    row = row0 + gl.arange(0, BM, layout=gl.SliceLayout(1, EDGE))[:, None] // HEADS
     highest = S - 1 - c + row * 0
     if HAS_HI:
         highest = gl.minimum(highest, row + band_hi - c)
@@ -239,16 +252,18 @@ def store_rotated(
 
 
 @jit
-def turn_rows(q, cos_ptr, sin_ptr, stride_l, stride_w, n_rows, D: tl.constexpr):
+def turn_rows(
+    q, cos_ptr, sin_ptr, stride_l, stride_w, n_rows, D: tl.constexpr, HEADS: tl.constexpr
+):
     """Rows of Q turned where they lie in shared memory, as `store_rotated` does: D * rows / 256
-    pairs a thread."""
+    pairs a thread. HEADS of them follow each other at a position."""
     ROWS: gl.constexpr = q.shape[0]
     LANES: gl.constexpr = D // 16
     # Repeats after half a row: a thread holds both partners of a pair.
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     x1, x2 = q.load(LOAD).reshape([ROWS, 2, D // 2]).permute((0, 2, 1)).split()
     HALF: gl.constexpr = x1.type.layout
-    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, HALF))[:, None]
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, HALF))[:, None] // HEADS
     t = gl.arange(0, D // 2, layout=gl.SliceLayout(0, HALF))[None, :]
     inside = (i < n_rows) & (t >= 0)
     # Rows first: sums of row and lane would be kept over all tiles, and spill.

@@ -32,6 +32,9 @@ CASES = (
     "D128-bf16-window-rope",
     "D128-bf16-rope-padded",
     "D128-bf16-causal-padded",
+    "D128-fp16-causal-four",
+    "D128-bf16-causal-rope-four",
+    "D128-fp16-rope-four",
     "D256-bf16-causal",
     "D64-bf16-causal-backward",
     "D64-fp16-window-rope-backward-whole",
@@ -75,7 +78,8 @@ def attention(case):
     if "rope" in names:
         tables = dict.fromkeys(("cos_q", "sin_q"), Operand.contiguous((B, L, D), torch.float32))
         tensors |= tables
-    switches = Switches(True if "pingpong" in names else None, groups=3 if "three" in names else 2)
+    groups, heads = 3 if "three" in names else 2, 4 if "four" in names else 1
+    switches = Switches(True if "pingpong" in names else None, groups=groups, heads=heads)
     numbers = {"scale": D**-0.5, "band_lo": lo, "band_hi": hi, "capability": (9, 0)}
     numbers["precision"] = "tf32" if "weights" in names else "ieee"
     return Attention(tensors, **numbers), switches

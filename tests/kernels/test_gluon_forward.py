@@ -163,6 +163,26 @@ def test_three_groups_have_q_rotated_by_a_launch():
     assert not plan.launches[1].scalars["ROPE"]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "heads"),
+    [
+        ({"L": 2048, "band_hi": 0}, 4),
+        ({"L": 1024, "band_hi": 0}, 1),
+        ({"L": 2048}, 1),
+        ({"L": 4096, "band_hi": 0, "band_lo": -1024}, 1),
+        ({"L": 1024, "band_hi": 0, "rope": True}, 4),
+        ({"L": 2048, "band_hi": 0, "rope": True}, 1),
+        ({"L": 512, "rope": True}, 4),
+        ({"L": 2048, "band_hi": 0, "D": 64}, 1),
+        ({"L": 2048, "band_hi": 0, "D": 256}, 1),
+    ],
+)
+def test_four_heads_share_a_tile_where_that_is_faster(numbers, heads):
+    launch = long_rows(**({"D": 128} | numbers)).launches[-1]
+    assert launch.scalars["HEADS"] == heads
+    assert launch.descriptors["q_desc"].block[1:4] == (64 // heads, 1, heads)
+
+
 def test_rows_are_filled_only_where_some_may_be_empty():
     def kernels(**numbers):
         return [x.kernel for x in plan_forward_sm90(attention(**numbers)).launches]

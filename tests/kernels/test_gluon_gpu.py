@@ -20,8 +20,11 @@ pytestmark = [
 ]
 LENGTHS = (1, 63, 64, 65, 129, 1000)
 LOWEST = torch.finfo(torch.bfloat16).min
-# Head dims with each number of groups that multiply.
-GROUPS = pytest.mark.parametrize(("D", "groups"), [(64, 2), (64, 3), (128, 2), (256, 2)])
+# Head dims with each number of groups that multiply and of heads in a tile.
+TILES = pytest.mark.parametrize(
+    ("D", "groups", "heads"),
+    [(64, 2, 1), (64, 2, 2), (64, 3, 1), (64, 3, 4), (128, 2, 1), (128, 2, 4), (256, 2, 1)],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,23 +61,25 @@ def tables(B, N, D, dtype=torch.float32):
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@GROUPS
+@TILES
 @pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
 @pytest.mark.parametrize("L", LENGTHS)
-def test_equals_fp64_at_any_length(L, band, D, groups):
-    assert errors(case_of(2, L, L, 2, 4, D, **band), Switches(groups=groups)) == []
+def test_equals_fp64_at_any_length(L, band, D, groups, heads):
+    assert errors(case_of(2, L, L, 2, 4, D, **band), Switches(groups=groups, heads=heads)) == []
 
 
-@GROUPS
+@TILES
 @pytest.mark.parametrize("band", [{}, {"band_hi": 0}], ids=["all", "causal"])
-def test_equals_fp64_at_length_4096(band, D, groups):
-    assert errors(case_of(1, 4096, 4096, 1, 2, D, **band), Switches(groups=groups)) == []
+def test_equals_fp64_at_length_4096(band, D, groups, heads):
+    assert (
+        errors(case_of(1, 4096, 4096, 1, 4, D, **band), Switches(groups=groups, heads=heads)) == []
+    )
 
 
-@GROUPS
-def test_equals_fp64_in_half_precision(D, groups):
+@TILES
+def test_equals_fp64_in_half_precision(D, groups, heads):
     case = case_of(2, 1000, 1000, 2, 4, D, torch.float16, band_hi=0)
-    assert errors(case, Switches(groups=groups)) == []
+    assert errors(case, Switches(groups=groups, heads=heads)) == []
 
 
 @pytest.mark.parametrize("R", [1, 4, 8])
@@ -82,11 +87,11 @@ def test_equals_fp64_for_groups_of(R):
     assert errors(case_of(2, 300, 300, 3, R, 128, band_hi=0)) == []
 
 
-@GROUPS
+@TILES
 @pytest.mark.parametrize(("L", "S"), [(1, 1000), (65, 129), (129, 1000), (1000, 65), (300, 4096)])
-def test_causal_with_offset_equals_fp64(L, S, D, groups):
+def test_causal_with_offset_equals_fp64(L, S, D, groups, heads):
     """The offset aligns the ends; where L > S the first rows see nothing and are NaN."""
-    switches = Switches(groups=groups)
+    switches = Switches(groups=groups, heads=heads)
     assert errors(case_of(2, L, S, 2, 4, D, band_hi=S - L), switches) == []
     assert errors(case_of(2, L, S, 2, 4, D), switches) == []
 
@@ -135,16 +140,16 @@ def test_heads_before_positions_equal_fp64():
     assert errors(case) == []
 
 
-@GROUPS
+@TILES
 @pytest.mark.parametrize("rotates_q", [True, False], ids=["inside", "launch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotated_attention_equals_fp64(dtype, rotates_q, D, groups):
+def test_rotated_attention_equals_fp64(dtype, rotates_q, D, groups, heads):
     B, L = 2, 333
     cos, sin = tables(1, L, D, dtype)
     cos, sin = cos.expand(B, L, D), sin.expand(B, L, D)
     keywords = {"cos_q": cos, "sin_q": sin, "cos_k": cos, "sin_k": sin, "band_hi": 0}
     case = case_of(B, L, L, 2, 4, D, **keywords)
-    assert errors(case, Switches(rotates_q=rotates_q, groups=groups)) == []
+    assert errors(case, Switches(rotates_q=rotates_q, groups=groups, heads=heads)) == []
 
 
 def test_a_rotated_q_may_have_strides_that_cannot_be_copied():
@@ -187,12 +192,12 @@ def test_twenty_runs_give_the_same_bits(rules, D):
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-@GROUPS
+@TILES
 @pytest.mark.parametrize("band_hi", [222, None])
-def test_equals_fp64_over_many_tiles(band_hi, D, groups):
+def test_equals_fp64_over_many_tiles(band_hi, D, groups, heads):
     """Many more tiles than programs: order, slots and phases of the walk."""
     case = case_of(4, 1111, 1333, 4, 8, D, band_hi=band_hi)
-    assert errors(case, Switches(groups=groups)) == []
+    assert errors(case, Switches(groups=groups, heads=heads)) == []
 
 
 def backward_of(case, **choices):

@@ -13,7 +13,7 @@ import torch
 from kernels.oracle import rotate
 
 from inductor_gqa.kernels import gluon_tiles
-from inductor_gqa.kernels.gluon_forward import LARGEST, checks_lower_edge
+from inductor_gqa.kernels.gluon_forward import LARGEST, checks_lower_edge, ends_aligned
 
 pytestmark = pytest.mark.skipif(gluon_tiles.WHY_NOT is not None, reason=str(gluon_tiles.WHY_NOT))
 B, K, R = 2, 2, 4
@@ -42,30 +42,36 @@ class Scalars:
 def in_python(function, scalars, **others):
     """A device function as a Python function on integers; `others`: further names it calls."""
     names = function.fn.__globals__ | {"gl": scalars} | others
-    return types.FunctionType(function.fn.__code__, names)
+    python = function.fn
+    return types.FunctionType(python.__code__, names, python.__name__, python.__defaults__)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("BN", [64, 128])
-def test_visited_tiles_hold_every_visible_key_and_open_tiles_no_hidden_one(BN, groups):
+def test_visited_tiles_hold_every_visible_key_and_open_tiles_no_hidden_one(BN, groups, heads):
     keys_of = in_python(gluon_tiles.keys_of, Scalars())
     open_tiles = in_python(gluon_tiles.open_tiles, Scalars())
     lengths = (1, 63, 64, 129, 300)
-    bands = (None, -260, -64, -1, 0, 1, 37, 128, 400)
+    bands = (None, -260, -64, -1, 0, 1, 37, 96, 128, 400)
+    part = 64 // heads
     for L, S, lo, hi in itertools.product(lengths, lengths, bands, (*bands, LARGEST)):
         has_lo, has_hi = lo is not None, hi is not None
-        checks_lo = checks_lower_edge(lo, hi, 64 * groups, BN)
+        is_aligned = ends_aligned(hi, heads, part * groups, BN)
+        checks_lo = checks_lower_edge(lo, hi, part * groups, BN, is_aligned)
         band = (lo or 0, hi or 0)
-        for tile_row in range(0, L, 64 * groups):
-            end, n = keys_of(tile_row, L, S, *band, 64 * groups, BN, has_lo, has_hi)
+        for tile_row in range(0, L, part * groups):
+            end, n = keys_of(
+                tile_row, L, S, *band, part * groups, BN, has_lo, has_hi, is_aligned, heads
+            )
             assert n >= 1
-            for row0 in range(tile_row, tile_row + 64 * groups, 64):
-                first, stop = open_tiles(end, n, row0, L, S, *band, 64, BN, has_lo, has_hi)
+            for row0 in range(tile_row, tile_row + part * groups, part):
+                first, stop = open_tiles(end, n, row0, L, S, *band, part, BN, has_lo, has_hi)
                 assert 1 <= first <= stop <= n
                 # The loops in front and behind exist only in variants that mask there.
-                assert first == 1 or (has_hi and 64 * groups > BN)
+                assert first == 1 or (has_hi and part * groups > BN)
                 assert stop == n or checks_lo
-                rows = range(row0, min(row0 + 64, L))
+                rows = range(row0, min(row0 + part, L))
                 lowest = [max(0, i + lo if has_lo else 0) for i in rows]
                 highest = [min(S - 1, i + hi if has_hi else S - 1) for i in rows]
                 seen = [(x, y) for x, y in zip(lowest, highest, strict=True) if x <= y]
@@ -77,18 +83,26 @@ def test_visited_tiles_hold_every_visible_key_and_open_tiles_no_hidden_one(BN, g
                     assert end - n * BN >= 0
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("programs", [1, 7, 132, 1000])
-def test_every_tile_is_walked_once(programs):
+def test_every_tile_is_walked_once(programs, heads):
+    """Tiles of several heads fill what one of as many rows would, past L too."""
     L, n_tiles = 1000, 8 * B * K * R
     walked = []
     for program in range(programs):
         scalars = Scalars(program, programs)
         n = in_python(gluon_tiles.my_tiles, scalars)(n_tiles)
         tile_at = in_python(gluon_tiles.tile_at, scalars)
-        walked += [tile_at(i, L, B, K, R, 128) for i in range(n)]
-    assert sorted(walked) == sorted(
-        itertools.product(range(B), range(K), range(R), range(0, L, 128))
-    )
+        walked += [tile_at(i, L, B, K, R, 128, heads) for i in range(n)]
+    starts = range(0, R, heads), range(0, 1024, 128 // heads)
+    assert sorted(walked) == sorted(itertools.product(range(B), range(K), *starts))
+
+
+def test_rows_past_the_end_visit_one_tile():
+    keys_of = in_python(gluon_tiles.keys_of, Scalars())
+    for row0, n in ((96, 8), (128, 1), (160, 1)):
+        assert keys_of(row0, 128, 1024, 0, 0, 32, 128, False, False, False, 4)[1] == n
+        assert keys_of(row0, 128, 1024, 0, 896, 32, 128, False, True, True, 4)[1] == n
 
 
 def test_causal_work_is_even_over_programs():
@@ -172,10 +186,11 @@ class Tensors(Scalars):
         return torch.where(mask, pointer.flat[at.long()], other).as_subclass(Tile)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("BN", [64, 128])
 @pytest.mark.parametrize("has_key_mask", [False, True])
 @pytest.mark.parametrize("band", [(None, None), (None, 5), (-30, None), (-30, 5), (-9, -3)])
-def test_a_tile_keeps_exactly_the_scores_that_its_rows_see(band, has_key_mask, BN):
+def test_a_tile_keeps_exactly_the_scores_that_its_rows_see(band, has_key_mask, BN, heads):
     lo, hi = band
     S, b = 150, 1
     has_lo, has_hi = lo is not None, hi is not None
@@ -189,9 +204,9 @@ def test_a_tile_keeps_exactly_the_scores_that_its_rows_see(band, has_key_mask, B
             pointer = (Pointer(key_mask.flatten()) + 1, 3 * S, 3)
             words = packed_key_mask(pointer, torch.tensor(b), col0, S, BN)
         band_of = (lo or 0, hi or 0)
-        flags = (has_lo, has_hi, True, has_key_mask)
+        flags = (has_lo, has_hi, True, has_key_mask, heads)
         ours = hidden_scores(s, words, row0, col0, S, *band_of, *flags)
-        row, col = row0 + torch.arange(64)[:, None], col0 + torch.arange(BN)[None]
+        row, col = row0 + torch.arange(64)[:, None] // heads, col0 + torch.arange(BN)[None]
         seen = (col >= 0) & (col < S)
         if has_lo:
             seen = seen & (col - row >= lo)
@@ -235,15 +250,19 @@ class Rows(Tile):
         self.copy_(y)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize(("D", "rows"), [(64, 32), (128, 16)])
-def test_rows_are_turned_where_they_lie(D, rows):
-    """As they are rotated; the last five have no row in the tables and become zero."""
-    cos, sin = torch.randn(rows, D + 8), torch.randn(rows, D + 8)
+def test_rows_are_turned_where_they_lie(D, rows, heads):
+    """As they are rotated; the last three positions have no row in the tables and become zero."""
+    positions = rows // heads
+    cos, sin = torch.randn(positions, D + 8), torch.randn(positions, D + 8)
     q = torch.randn(rows, D)
-    true = rotate(q[None, :, None], cos[None, :, :D], sin[None, :, :D], 0, False)[0, :, 0]
-    true[-5:] = 0
+    several = q.reshape(1, positions, heads, D)
+    true = rotate(several, cos[None, :, :D], sin[None, :, :D], 0, False)[0]
+    true[-3:] = 0
+    true = true.flatten(0, 1)
     turned = q.clone().as_subclass(Rows)
     pointers = (Pointer(cos.flatten()), Pointer(sin.flatten()))
     turn_rows = in_python(gluon_tiles.turn_rows, Tensors())
-    turn_rows(turned, *pointers, D + 8, 1, rows - 5, D)
+    turn_rows(turned, *pointers, D + 8, 1, positions - 3, D, heads)
     torch.testing.assert_close(turned.as_subclass(torch.Tensor), true)
