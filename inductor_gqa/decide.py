@@ -28,6 +28,25 @@ SMALLEST = {"cuda": 128 * 128, "cpu": 512 * 512}
 UNKNOWN = 1 << 30  # a size of which nothing is known: large enough to fuse
 
 
+# fp32 without returned weights: widest heads of which the kernels were measured to be no slower
+# than plain compile (one H200 under steady load, 16/4 heads, 4 x 512, 2048 and 4096 tokens,
+# 2026-12-03), by precision of matmuls, whether it trains and whether a band hides keys, which plain
+# compile computes all the same. A training step with a causal mask is 1.7 to 1.9 times as fast up
+# to 64 lanes and 1.2 to 1.4 times up to 128 ("ieee"; of 256 lanes 0.7), for "tf32" 1.3 to 1.5 times
+# up to 64 (of 128 lanes 0.6 to 0.7). Without one it is 0.3 to 1.0 times as fast for "ieee" and, at
+# length 512, 0.5 to 0.9 times for "tf32" (longer ones 1.3 to 1.8). Forwards are 1.1 to 4.2 times as
+# fast but for "ieee" of 256 lanes without a band, 0.8 to 0.9; "tf32" of 256 was not measured.
+WIDEST_FP32 = {
+    ("ieee", True, True): 128,
+    ("ieee", True, False): 0,
+    ("ieee", False, True): MAX_HEAD_DIM,
+    ("ieee", False, False): 128,
+    ("tf32", True, True): 64,
+    ("tf32", True, False): 0,
+    ("tf32", False, True): MAX_HEAD_DIM,
+    ("tf32", False, False): MAX_HEAD_DIM,
+}
+
 # A call of F.scaled_dot_product_attention is a fused kernel already. Least lengths by head dim from
 # which ours was measured to be faster, within Llama training steps beside the same model with such
 # calls (bench/results; one H200, bf16, causal, rotation inside). A step took 116 against 132 ms at
@@ -114,9 +133,9 @@ def unpackaged() -> str | None:
     )
 
 
-def unprofitable(site: Site | Given) -> str | None:
+def unprofitable(site: Site | Given, precision: str) -> str | None:
     """Why fusing would not pay, or None; symbolic lengths are judged by the sizes that were seen
-    first."""
+    first, and matmuls of fp32 run at the precision "ieee" or "tf32"."""
     device = site.anchor.meta["val"].device
     if isinstance(site, Site) and site.is_sdpa:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -125,7 +144,28 @@ def unprofitable(site: Site | Given) -> str | None:
     least = SMALLEST[device.type]
     if scores < least:
         return f"scores per head are {scores}, accepted {least} or more on {device.type} ({ALL})"
-    return None
+    if device.type != "cuda" or not isinstance(site, Site) or site.weights:
+        return None
+    return fp32_unprofitable(site, precision)
+
+
+def fp32_unprofitable(site: Site, precision: str) -> str | None:
+    """Why an attention on a GPU had better stay the matmuls that it is, or None: those of fp32 are
+    about as fast as ours, and a backward of ours computes the scores again."""
+    if site.q.dtype is not torch.float32:
+        return None
+    has_band = site.mask.band_hi is not None or site.mask.band_lo is not None
+    training = site.gradients is not None
+    widest = WIDEST_FP32[precision, training, has_band]
+    seen = max(site.head_dim, site.value_dim)
+    if seen <= widest:
+        return None
+    mode = "training" if training else "inference"
+    mask = "with" if has_band else "without"
+    accepted = f"up to {widest}" if widest else "none"
+    setting = "highest" if precision == "ieee" else "high"
+    where = f"fp32 {mode} {mask} a causal mask or window at matmul precision {setting!r}"
+    return f"head dim {seen} in {where}, accepted {accepted} ({ALL})"
 
 
 def joins(weights: list[torch.fx.Node], x: torch.fx.Node) -> bool:

@@ -244,7 +244,7 @@ def _considered(
         return None, f"internal error while reading: {why!r}"
     reason = decide.unsupported(site)
     if reason is None and not settings.always:
-        reason = decide.unpackaged() or decide.unprofitable(site)
+        reason = decide.unpackaged() or decide.unprofitable(site, matmul_precision())
     return site, reason
 
 

@@ -2,11 +2,11 @@
 
 The Gluon kernels of sm_90 compute what the plain Triton ones do and are taken wherever they can be.
 Beside cuDNN on one H200 (32/8 heads, bf16, D = 64 and 128, S = 512 to 16k, causal and not,
-2026-12-02) their forward is 1.01 to 1.23 times as fast and a whole step 1.06 to 1.35 times
+2026-12-03) their forward is 1.01 to 1.25 times as fast and a whole step 1.06 to 1.35 times
 (bench/results/attention-core-h200.json); with RoPE 1.02 to 1.21 and 1.05 to 1.29 times
-(bench/results/attention-h200.json). Biases, dropout and sinks stay with the
-plain kernels, and in the backward key padding. The fp32 forward that returns its weights takes 0.32
-to 0.98 of the plain kernel's time at D = 64 over lengths of 128 to 4096.
+(bench/results/attention-h200.json). Biases, dropout and sinks stay with the plain kernels, and in
+the backward key padding. The fp32 forward that returns its weights takes 0.32 to 0.98 of the plain
+kernel's time at D = 64 over lengths of 128 to 4096.
 """
 
 from __future__ import annotations

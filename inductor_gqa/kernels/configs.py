@@ -59,25 +59,32 @@ AMPERE = {
     128: Config(Tiles(64, 64, 8, 2), Tiles(16, 64, 4, 2), Tiles(64, 32, 4, 2)),
     256: Config(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(64, 32, 8, 2), splits_keys=True),
 }
-# fp32 tiles live in registers on their way to the tensor cores, and three-product precision keeps
-# a high and a low part of each: from D = 128 on only small tiles fit. Four warps on a tile of 32
-# rows each hold other operands; of eight, half compute what the other half does.
+# fp32 operands are rounded or taken apart in registers on their way to the tensor cores: from D =
+# 128 on only small tiles fit. Four warps on a tile of 32 rows each hold other operands; of eight,
+# half compute what the other half does.
 TF32 = {
     64: Config(Tiles(64, 64, 4, 3), Tiles(32, 32, 4, 2), Tiles(64, 32, 4, 2)),
     96: Config(Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), splits_keys=True),
     128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), splits_keys=True),
     256: Config(Tiles(32, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), splits_keys=True),
 }
-# Beyond D = 64 these keep up to 200 bytes a thread outside of registers, with a bias up to 264.
-# Tiles that keep none or a few, as in FP32_ELSEWHERE, are slower (H200, causal, lengths 512, 2048).
+# The fastest of those measured (H200, causal, lengths 512 and 2048), which keep a part outside of
+# registers: see tests/kernels/test_compile_only.py. Tiles that keep none take 1.3 times as long at
+# D = 64.
 IEEE = {
-    64: Config(Tiles(64, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(64, 32, 4, 2)),
-    96: Config(Tiles(32, 32, 4, 2), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), splits_keys=True),
-    128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1), splits_keys=True),
-    256: Config(Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), splits_keys=True),
+    64: Config(Tiles(64, 64, 4, 2), Tiles(64, 32, 8, 2), Tiles(64, 64, 4, 1)),
+    128: Config(Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 4, 1), splits_keys=True),
+    256: Config(Tiles(32, 32, 4, 1), Tiles(64, 32, 8, 1), Tiles(16, 32, 4, 1), splits_keys=True),
 }
-# Not measured: tiles that keep little or nothing outside. On sm_80 and sm_100 the dot of three
-# products keeps more in registers than on sm_90.
+# Query rows of all heads below which half as many in a tile end sooner: more multiprocessors work.
+FEW_ROWS = 2**15
+IEEE_FEW_ROWS = {
+    64: IEEE[64],
+    128: IEEE[128]._replace(forward=Tiles(32, 32, 4, 2), queries=Tiles(32, 32, 4, 1)),
+    256: IEEE[256]._replace(forward=Tiles(16, 32, 4, 2)),
+}
+# Not measured: tiles that keep little or nothing outside (up to 64 lanes 24 bytes a thread, else up
+# to 96).
 FP32_ELSEWHERE = {
     "tf32": {
         64: Config(Tiles(64, 64, 4, 2), Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2)),
@@ -101,17 +108,26 @@ FP32_ELSEWHERE = {
 
 
 def config(
-    D: int, E: int, dtype: torch.dtype, capability: Capability, path: Path, precision: str
+    D: int,
+    E: int,
+    rows: int,
+    dtype: torch.dtype,
+    capability: Capability,
+    path: Path,
+    precision: str,
 ) -> Config:
-    """Tiles for one attention; capability None means the interpreter."""
+    """Tiles for one attention of so many query rows, B K R L; capability None means the
+    interpreter."""
     if capability is None:
         return INTERPRETED
     width = 64 if max(D, E) <= 64 else 128 if max(D, E) <= 128 else 256
     if dtype == torch.float32:
         if capability[0] != 9:
             return FP32_ELSEWHERE[precision][width]
+        if precision == "ieee":
+            return (IEEE_FEW_ROWS if rows < FEW_ROWS else IEEE)[width]
         # Between 64 and 128 lanes lie in two chunks of unequal width.
-        return (TF32 if precision == "tf32" else IEEE)[96 if 64 < max(D, E) < 128 else width]
+        return TF32[96 if 64 < max(D, E) < 128 else width]
     if capability < (9, 0):
         return AMPERE[width]
     if capability >= (10, 0) and path == "descriptors":

@@ -125,8 +125,10 @@ class Attention:
         return self.capability is not None and self.capability >= (9, 0)
 
     def config(self, path: configs.Path) -> configs.Config:
-        *_, D, E = self.sizes
-        return configs.config(D, E, self.tensors["q"].dtype, self.capability, path, self.precision)
+        B, L, _, K, R, D, E = self.sizes
+        dtype = self.tensors["q"].dtype
+        rows = B * K * R * L
+        return configs.config(D, E, rows, dtype, self.capability, path, self.precision)
 
     @property
     def rules(self) -> int:
@@ -170,13 +172,19 @@ def chunks(width: int, largest: int = 256) -> tuple[int, int]:
     return first, 0 if rest == 0 else max(16, 1 << (rest - 1).bit_length())
 
 
-def largest_chunk(width: int, precision: str) -> int:
-    """Lanes that one product sums. Tensor cores truncate as they add: of fp32, a score summed over
-    256 lanes is off by more than twice eager's error, and sums over 128 lanes are most of the error
-    of gradients (H200). Two sums over half of them, added outside, are nearer."""
+def chunks_of_sums(width: int, precision: str) -> tuple[int, int]:
+    """The chunks that one product each sums.
+
+    Tensor cores truncate as they add: of fp32, a score summed over 256 lanes is off by more than
+    twice eager's error, and sums over 128 lanes are most of the error of gradients (H200). Two sums
+    over half of them, added outside, are nearer. The second is no narrower than 64 lanes: the parts
+    of a narrow chunk lie at a fixed place in shared memory, see `to_copy`.
+    """
     if precision != "ieee":
-        return 256
-    return 64 if width <= 128 else 128
+        return chunks(width)
+    first = min(1 << (width - 1).bit_length(), 64 if width <= 128 else 128)
+    rest = width - first
+    return first, 0 if rest <= 0 else 64 if rest <= 64 else 128
 
 
 def named_strides(name: str, operand: Operand | None, letters: str) -> dict[str, int]:
@@ -195,8 +203,8 @@ def score_arguments(attention: Attention) -> tuple[dict[str, str], dict[str, Any
     for name, letters in layouts.items():
         scalars |= named_strides(name, tensors.get(name), letters)
     B, L, S, K, R, D, E = attention.sizes
-    D1, D2 = chunks(D, largest_chunk(D, attention.dot_precision))
-    E1, E2 = chunks(E, largest_chunk(E, attention.dot_precision))
+    D1, D2 = chunks_of_sums(D, attention.dot_precision)
+    E1, E2 = chunks_of_sums(E, attention.dot_precision)
     bits = attention.rules
     scalars |= {
         "B": B,

@@ -23,10 +23,9 @@ from inductor_gqa.kernels.weights_prepare import plan_preparation
 
 
 def weights_forward_tiles(attention: Attention) -> Tiles:
-    """Tiles; one that is as wide as S is taken whole. Of fp32 beyond 64 lanes by time on sm_90 (one
-    H200, causal, lengths 512 and 2048); all others by compiling for sm_80, sm_90 and sm_100. Up to
-    128 lanes they keep nothing outside of registers, of "ieee" with a bias 16 bytes a thread; of
-    more lanes "ieee" keeps up to 128."""
+    """Tiles; one that is as wide as S is taken whole. Of fp32 by time on sm_90 (one H200, causal,
+    lengths 512 and 2048); all others by compiling for sm_80, sm_90 and sm_100. Only "ieee" keeps
+    more than a few bytes a thread outside of registers, on sm_90 up to 136."""
     _, _, S, _, _, D, E = attention.sizes
     capability, precision = attention.capability, attention.dot_precision
     if capability is None:
@@ -43,15 +42,13 @@ def weights_forward_tiles(attention: Attention) -> Tiles:
             return Tiles(32, 16, 4, 2)
         if width & (width - 1):  # lanes that are masked take registers
             return Tiles(16, 32, 4, 2) if precision == "ieee" else Tiles(32, 32, 4, 2)
-        return Tiles(32, 32, 4, 2) if precision == "ieee" else Tiles(64, 32, 4, 2)
+        return Tiles(64, 32, 4, 2)
     if width > 128:
         return Tiles(32, 32, 8, 1)
     if precision == "ieee":
-        return (
-            Tiles(32, 32, 8, 2)
-            if reads_scores
-            else Tiles(64 if capability[0] == 9 else 32, 32, 4, 2)
-        )
+        if reads_scores:
+            return Tiles(32, 32, 8, 2)
+        return Tiles(64, 64, 4, 2) if capability[0] == 9 else Tiles(32, 32, 4, 2)
     if reads_scores or capability < (9, 0):
         return Tiles(64, 32, 8, 2)
     if is_plain and max(D, E) <= 64 and span <= 256:

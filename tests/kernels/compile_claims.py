@@ -18,8 +18,16 @@ WITHOUT_PRODUCTS = (
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 
 
-def assert_compiles(sm: int, cases: list[str], script: str = "compile_weights.py") -> None:
-    """Compiles the cases in a process that has no interpreter and checks every kernel."""
+def assert_compiles(
+    sm: int,
+    cases: list[str],
+    script: str = "compile_weights.py",
+    kept_outside: dict[str, int] | None = None,
+) -> None:
+    """Compiles the cases in a process that has no interpreter and checks every kernel.
+
+    `kept_outside`: bytes a thread that a case may keep outside of registers, others none.
+    """
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
@@ -34,7 +42,7 @@ def assert_compiles(sm: int, cases: list[str], script: str = "compile_weights.py
     wrong = [
         record
         for record in records
-        if record["stack"] > 0
+        if record["stack"] > (kept_outside or {}).get(record["case"], 0)
         or record["unset"]
         or record["doubles"]
         or record["shared"] > SHARED_LIMIT[sm]

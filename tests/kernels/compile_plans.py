@@ -3,7 +3,7 @@ of JSON per launch.
 
 A script of its own because the interpreter, once asked for, cannot be left within a process. CASE
 is for instance `D64-E64-bf16-causal` with any of: causal, window, padded, bias, softcap, keep,
-sink, rope, exact, tf32, pointers, sliced, doubles (floats are passed
+sink, rope, exact, tf32, pointers, sliced, long (8192 queries and keys), doubles (floats are passed
 as Inductor passes them).
 """
 
@@ -32,10 +32,10 @@ def sliced(x):
 
 
 def attention(case, capability):
-    """B1-H8-K2-L1024 with the widths, dtype and rules that the case names."""
+    """B1-H8-K2-L1024 or "long" with the widths, dtype and rules that the case names."""
     D, E, dtype_name, *rules = case.split("-")
     D, E, dtype = int(D[1:]), int(E[1:]), DTYPES[dtype_name]
-    B, L, K, R = 1, 1024, 2, 4
+    B, L, K, R = 1, 8192 if "long" in rules else 1024, 2, 4
     operand = Operand.contiguous
     tensors = {
         "q": operand((B, L, K, R, D), dtype),

@@ -10,9 +10,20 @@ from pathlib import Path
 
 import pytest
 
-# Bytes a thread that measured tiles keep outside of registers, see `configs.IEEE`; others none.
-KEPT_OUTSIDE = {"D128-E128-fp32-causal-padded": 96, "D256-E256-fp32-causal-padded": 200}
-KEPT_OUTSIDE |= {"D256-E256-fp32-causal-padded-tf32": 24, "D128-E128-fp32-causal-rope-tf32": 8}
+# Bytes a thread that tiles of fp32 keep outside of registers, on sm_90 because they are faster
+# than those that keep less, see `configs.IEEE`; others none.
+KEPT_OUTSIDE = {
+    80: {},
+    90: {
+        "D64-E64-fp32-causal-padded": 144,
+        "D128-E128-fp32-causal-padded": 128,
+        "D128-E128-fp32-causal-padded-long": 80,
+        "D128-E128-fp32-causal-rope-tf32": 8,
+        "D256-E256-fp32-causal-padded-long": 736,
+        "D256-E256-fp32-causal-padded-tf32": 24,
+    },
+    100: {"D64-E64-fp32-causal-padded": 24},
+}
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
 CASES = {
     80: [
@@ -34,7 +45,8 @@ CASES = {
         "D64-E64-fp32-causal-tf32",
         "D128-E128-fp32-causal-padded",
         "D128-E128-fp32-causal-rope-tf32",
-        "D256-E256-fp32-causal-padded",
+        "D128-E128-fp32-causal-padded-long",
+        "D256-E256-fp32-causal-padded-long",
         "D256-E256-fp32-causal-padded-tf32",
     ],
     100: [
@@ -68,7 +80,7 @@ def test_no_kernel_spills(sm):
     spilled = [
         f"{x['case']} {x['kernel']}: {x['stack']} bytes"
         for x in records(sm)
-        if x["stack"] > KEPT_OUTSIDE.get(x["case"], 0)
+        if x["stack"] > KEPT_OUTSIDE[sm].get(x["case"], 0)
     ]
     assert spilled == []
 

@@ -11,7 +11,7 @@ from kernels.attentions import DTYPES, cases
 from kernels.oracle import Case, errors_of
 
 from inductor_gqa.kernels.forward import attention_forward, collect, plan_forward
-from inductor_gqa.kernels.plan import chunks, execute
+from inductor_gqa.kernels.plan import chunks, chunks_of_sums, execute
 
 
 def forward_errors(case, **forced):
@@ -99,6 +99,15 @@ def test_chunks_cover_a_width_with_tiles_that_tensor_cores_take(width, largest):
     assert first + second >= width
     assert all(part & (part - 1) == 0 and part >= 16 for part in (first, second) if part)
     assert first + second <= max(width + 16, 1.34 * width)
+
+
+@given(width=st.integers(2, 32).map(lambda n: 8 * n))
+def test_exact_sums_are_of_half_the_lanes_and_of_no_narrow_chunk(width):
+    first, second = chunks_of_sums(width, "ieee")
+    assert first == min(64 if width <= 128 else 128, 1 << (width - 1).bit_length())
+    assert second in ((0,) if width <= first else (64, 128))
+    assert first + second >= width
+    assert chunks_of_sums(width, "tf32") == chunks_of_sums(width, "native") == chunks(width)
 
 
 @pytest.mark.gpu

@@ -159,10 +159,22 @@ def test_equals_the_oracle_at_any_size(data, device):
     assert errors_of(case, weights_forward(case.q, case.k, case.v, **case.keywords)) == []
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100])
+# Bytes a thread, of exact products; on sm_90 by time, see `weights_forward_tiles`.
+KEPT_OUTSIDE = {
+    80: {"forward-D96-fp32-L1024-rope": 8},
+    90: {
+        "forward-D64-fp32-L541-rope": 72,
+        "forward-D96-fp32-L1024-rope": 48,
+        "forward-D128-fp32-L1024-causal-padded": 72,
+    },
+    100: {"forward-D64-fp32-L541-rope": 24},
+}
+
+
+@pytest.mark.parametrize("sm", KEPT_OUTSIDE)
 def test_kernels_fit_registers_and_shared_memory(sm):
     cases = ["D64-fp32-L1024-rope-tf32", "D64-fp32-L211-rope-tf32", "D64-fp32-L541-rope"]
     cases += ["D64-fp32-L541-tf32-causal-padded-doubles", "D128-bf16-L691-causal-bias"]
     cases += ["D128-fp32-L1024-causal-padded", "D96-fp32-L1024-rope"]
     cases += ["D128-fp32-L1024-rope-tf32", "D96-fp32-L1024-causal-tf32"]
-    assert_compiles(sm, [f"forward-{case}" for case in cases])
+    assert_compiles(sm, [f"forward-{case}" for case in cases], kept_outside=KEPT_OUTSIDE[sm])
