@@ -164,10 +164,10 @@ class Attention:
         return sum(bit.value for bit, is_set in bits.items() if is_set)
 
 
-def chunks(width: int, largest: int = 256) -> tuple[int, int]:
+def chunks(width: int) -> tuple[int, int]:
     """Powers of two, the second 0 or at least 16, that cover `width` with little padding: 96 is 64
-    + 32, not 128. `largest` is at least half of the width."""
-    first = min(1 << (width.bit_length() - 1), largest)
+    + 32, not 128."""
+    first = 1 << (width.bit_length() - 1)
     rest = width - first
     return first, 0 if rest == 0 else max(16, 1 << (rest - 1).bit_length())
 
